@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attn_zoo.records import Ceilings, Cell, Environment, Memory, Record, Score, Status, Timing
+from attn_zoo.records import Approximation, Ceilings, Cell, Environment, Memory, Record, Score, Status, Timing
 
 MACHINE = Environment(
     host="0123456789ab",
@@ -98,6 +98,37 @@ def scaling(
         flops=4 * 8 * seq_len**2 * 64,
         timing=timing(cost, seed=seq_len, spread=spread) if is_ok else None,
         memory=Memory(peak_bytes=inputs + extra, extra_bytes=extra, saved_bytes=inputs) if is_ok else None,
+    )
+
+
+def approximation(
+    variant: str,
+    seq_len: int,
+    error: float,
+    *,
+    inputs: str = "peaked",
+    seed: int = 0,
+    status: Status = "ok",
+    has_budget: bool = True,
+    **cell: Any,
+) -> Record:
+    """Return one invented distance from exact attention."""
+    sizes = {"batch_size": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "scope": "attention"}
+    fields: dict[str, Any] = {"kind": "approximation", "protocol_version": 1, "label": variant, **sizes, **cell}
+    found = Approximation(
+        error=error,
+        mean_error=0.9,
+        rounding_error=1e-7,
+        num_effective_keys=seq_len / 100,
+        num_rows=2048,
+        has_budget=has_budget,
+    )
+    return Record(
+        cell=Cell(**{"variant": variant, **fields}, seq_len=seq_len, inputs=inputs, seed=seed),  # type: ignore[arg-type]
+        status=status,
+        environment=MACHINE.digest,
+        flops=seq_len**2 if variant == "full" else seq_len * 100,
+        approximation=found if status == "ok" else None,
     )
 
 

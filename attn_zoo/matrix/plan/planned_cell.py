@@ -66,7 +66,7 @@ class PlannedCell(Json):
         if self.isolation == "cell":
             return self.cell.curve
         # Where nothing is timed, what a process ran before cannot matter.
-        also = () if self.cell.pass_ else ("inputs", "seed")
+        also = ("inputs", "seed") if self.cell.inputs else ()
         return hashlib.sha256(self.cell.all_but("seq_len", "pass_", *also).encode()).hexdigest()[:20]
 
     @property

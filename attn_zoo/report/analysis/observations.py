@@ -50,7 +50,7 @@ class Observation:
     @property
     def is_timing(self) -> bool:
         """Whether it is a call or step to be timed."""
-        return self.cell.pass_ is not None
+        return not (self.is_training or self.cell.inputs)
 
     @property
     def is_timed(self) -> bool:

@@ -205,9 +205,9 @@ def lead_panel(panels: Sequence[Panel]) -> Panel | None:
 
 def _setting(cell: Cell, environment: str = "") -> tuple[Any, ...] | None:
     """Return the values of `PANEL_FIELDS` of a cell; None for one that is of no panel."""
-    if cell.pass_ is None or cell.seq_len is None:
+    if cell.kind == "accuracy" or cell.inputs or cell.seq_len is None:
         return None
-    given = {"environment": environment, "pass": cell.pass_, "protocol": cell.protocol or ""}
+    given = {"environment": environment, "pass": cell.pass_ or "", "protocol": cell.protocol or ""}
     return tuple(given[name] if name in given else getattr(cell, name) for name in PANEL_FIELDS)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attn_zoo.errors import ConfigError
-from attn_zoo.records import Approximation, Cell, Record, Status
+from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.compare import compare
 from attn_zoo.report.export import flat_frame
@@ -18,38 +18,7 @@ from attn_zoo.report.pages.leaderboard import leaderboard_readme, read_machines
 from attn_zoo.report.pages.write import write_report
 from attn_zoo.report.tables.all_tables import make_tables, status_table
 from attn_zoo.report.tables.front_table import front_table
-from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
-
-
-def approximation(
-    variant: str,
-    seq_len: int,
-    error: float,
-    *,
-    inputs: str = "peaked",
-    seed: int = 0,
-    status: Status = "ok",
-    has_budget: bool = True,
-    **cell: Any,
-) -> Record:
-    """Return one invented record."""
-    sizes = {"batch_size": 1, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "scope": "attention"}
-    fields: dict[str, Any] = {"kind": "approximation", "protocol_version": 1, "label": variant, **sizes, **cell}
-    found = Approximation(
-        error=error,
-        mean_error=0.9,
-        rounding_error=1e-7,
-        num_effective_keys=seq_len / 100,
-        num_rows=2048,
-        has_budget=has_budget,
-    )
-    return Record(
-        cell=Cell(**{"variant": variant, **fields}, seq_len=seq_len, inputs=inputs, seed=seed),  # type: ignore[arg-type]
-        status=status,
-        environment=MACHINE.digest,
-        flops=seq_len**2 if variant == "full" else seq_len * 100,
-        approximation=found if status == "ok" else None,
-    )
+from tests.report.synthetic import accuracy, approximation, scaling, write_run
 
 
 def over_lengths(variant: str, *errors: float, seeds: int = 2, **more: Any) -> list[Record]:

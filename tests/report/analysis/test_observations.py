@@ -151,7 +151,7 @@ def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(
     there = [replace(record, environment=other.digest) for record in (scaling("full", 512, 3.0), here[1])]
     runs = [write_run(tmp_path / "a", here), write_run(tmp_path / "b", there, environment=other)]
     found = analyse(runs)
-    assert found.results.warnings == ("1 cells occur in more than one folder; of these trainings the last counts",)
+    assert found.results.warnings == ("1 cells occur in more than one folder; of these the last counts",)
     assert {round(panel.points[0].median_ms) for panel in found.panels} == {1, 3}
     assert {panel.title for panel in found.panels} == {"forward, Example CPU @ 2.0 GHz", "forward, Other CPU"}
     assert headline(found).startswith("Forward, Example CPU @ 2.0 GHz: full alone was measured")

@@ -4,7 +4,7 @@ from collections import Counter
 
 from attn_zoo.report.figures.all_figures import FIGURES
 from tests.report.figures.legible import assert_legible, pictures
-from tests.report.synthetic import CLAIMS, accuracy, costed, curve, roof, scaling, tuned
+from tests.report.synthetic import CLAIMS, accuracy, approximation, costed, curve, roof, scaling, tuned
 
 
 def everything(tmp_path):
@@ -16,6 +16,10 @@ def everything(tmp_path):
         value = 0.3 + 0.1 * place
         records += [accuracy(name, seed, value, task=task, score=score) for task in ("a", "b") for seed in (0, 1)]
         records += tuned(name, {1e-4: (0.3, 0.4), 1e-3: (0.5, 0.5)})
+        small = {"label": f"{name} small", "options": {"size": 4}}
+        for seed in (0, 1):
+            records += [approximation(name, n, value * (1 + 0.1 * seed), seed=seed) for n in lengths]
+            records += [approximation(name, 1024, 2 * value, seed=seed, **small)]
     return pictures(tmp_path, records, ceilings=[roof()])
 
 
