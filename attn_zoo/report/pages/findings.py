@@ -91,14 +91,16 @@ def nearest_line(group: ErrorGroup) -> str:
         point = panel.ranked[0].at(panel.lengths[-1]) if panel.lengths and panel.ranked else None
         if point is None or point.value is None:
             continue
-        mean = f"mean of the values {error_text(panel.mean_error[panel.lengths[-1]])}"
+        mean = error_text(panel.mean_error[panel.lengths[-1]])
         if panel.ranked[0] in panel.useless:
-            said.append(f"{panel.inputs} none (none is nearer than the {mean})")
+            said.append(f"{panel.inputs}: none nearer than the mean of the values, {mean}")
         else:
-            said.append(f"{panel.inputs} {panel.ranked[0].label} {error_text(point.value)} ({mean})")
+            said.append(
+                f"{panel.inputs}: {panel.ranked[0].label} {error_text(point.value)} (mean of the values {mean})"
+            )
     lengths = {panel.lengths[-1] for panel in group.panels if panel.lengths}
     at = f" at {human_length(lengths.pop())} tokens" if len(lengths) == 1 else ""
-    return f"Nearest to exact attention{at}, relative error by kind of inputs: {', '.join(said)}." if said else ""
+    return f"Nearest to exact attention{at}, by error on inputs of each kind: {'; '.join(said)}." if said else ""
 
 
 def error_findings(group: ErrorGroup) -> list[str]:

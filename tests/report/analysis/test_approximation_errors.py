@@ -68,8 +68,8 @@ def test_what_is_nearest_is_said_and_what_is_no_nearer_than_the_mean(tmp_path):
     analysis = analysed(tmp_path, RECORDS)
     said = headline(analysis)
     assert "at 1k tokens" in said
-    assert "peaked bigbird 0.201 (mean of the values 0.9)" in said
-    assert "local linformer 0.402 (mean of the values 0.9)" in said
+    assert "peaked: bigbird 0.201 (mean of the values 0.9)" in said
+    assert "local: linformer 0.402 (mean of the values 0.9)" in said
     (group,) = analysis.errors
     assert error_findings(group)[1] == "No nearer than the mean of the values: on peaked inputs linformer."
     assert "No nearer than the mean of the values: on peaked inputs linformer." in findings(analysis)
@@ -78,10 +78,10 @@ def test_what_is_nearest_is_said_and_what_is_no_nearer_than_the_mean(tmp_path):
 def test_nothing_is_called_nearest_that_is_no_nearer_than_the_mean(tmp_path):
     records = over_lengths("linformer", 0.9, 1.2)
     wide = [approximation("linformer", 512, error, seed=seed) for seed, error in enumerate((0.2, 1.8))]
-    assert "peaked linformer 1 (mean" in headline(analysed(tmp_path / "wide", wide)), (
+    assert "peaked: linformer 1 (mean" in headline(analysed(tmp_path / "wide", wide)), (
         "an interval from 0 settles nothing"
     )
-    assert "peaked none (none is nearer than the mean of the values 0.9)" in headline(analysed(tmp_path, records))
+    assert "peaked: none nearer than the mean of the values, 0.9" in headline(analysed(tmp_path, records))
 
 
 def test_the_front_table_has_every_kind_of_inputs_at_the_longest_length(tmp_path):

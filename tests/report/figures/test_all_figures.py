@@ -1,6 +1,7 @@
 """The list of figures: each is drawn from a run that has something to show in all of them."""
 
 from collections import Counter
+from typing import Any
 
 from attn_zoo.report.figures.all_figures import FIGURES
 from tests.report.figures.legible import assert_legible, pictures
@@ -16,7 +17,7 @@ def everything(tmp_path):
         value = 0.3 + 0.1 * place
         records += [accuracy(name, seed, value, task=task, score=score) for task in ("a", "b") for seed in (0, 1)]
         records += tuned(name, {1e-4: (0.3, 0.4), 1e-3: (0.5, 0.5)})
-        small = {"label": f"{name} small", "options": {"size": 4}}
+        small: dict[str, Any] = {"label": f"{name} small", "options": {"size": 4}}
         for seed in (0, 1):
             records += [approximation(name, n, value * (1 + 0.1 * seed), seed=seed) for n in lengths]
             records += [approximation(name, 1024, 2 * value, seed=seed, **small)]
