@@ -132,15 +132,15 @@ def machines() -> tuple[Machine, ...]:
 
 
 def measurements(name: str) -> Iterator[str]:
-    """Yield a table of the rows of a variant for each run that has some: times of the panel that says most, scores."""
+    """Yield a table of the rows of a variant for each run that has some: times that say most, errors, scores."""
     for machine in machines():
         for run in machine.runs:
             shown = set()
             for board in run.boards:
                 rows = [row for row, variant in zip(board.rows, board.variants, strict=True) if variant == name]
-                if not rows or board.is_timed in shown:
+                if not rows or board.quantity in shown:
                     continue
-                shown.add(board.is_timed)
+                shown.add(board.quantity)
                 page = f"[{run.name}](../results/{run.where}/report.html)"
                 yield from (f"**{machine.words}** ({machine.name}), {page}: {board.title.lower()}", "")
                 yield from _table(board.headings, ([_entry(entry) for entry in row] for row in rows))

@@ -88,16 +88,13 @@ def nearest_line(group: ErrorGroup) -> str:
     """Return which approximation is nearest to exact attention on each kind of inputs at the longest length."""
     said = []
     for panel in group.panels:
-        point = panel.ranked[0].at(panel.lengths[-1]) if panel.lengths and panel.ranked else None
-        if point is None or point.value is None:
-            continue
-        mean = error_text(panel.mean_error[panel.lengths[-1]])
-        if panel.ranked[0] in panel.useless:
-            said.append(f"{panel.inputs}: none nearer than the mean of the values, {mean}")
-        else:
-            said.append(
-                f"{panel.inputs}: {panel.ranked[0].label} {error_text(point.value)} (mean of the values {mean})"
-            )
+        for first in panel.ranked[:1]:
+            longest = panel.lengths[-1]
+            value, mean = error_text(first.value(longest) or 0.0), error_text(panel.mean_error[longest])
+            if first in panel.useless:
+                said.append(f"{panel.inputs}: none nearer than the mean of the values, {mean}")
+            else:
+                said.append(f"{panel.inputs}: {first.label} {value} (mean of the values {mean})")
     lengths = {panel.lengths[-1] for panel in group.panels if panel.lengths}
     at = f" at {human_length(lengths.pop())} tokens" if len(lengths) == 1 else ""
     return f"Nearest to exact attention{at}, by error on inputs of each kind: {'; '.join(said)}." if said else ""

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.analysis.approximation_errors import ErrorCurve, ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.pages.findings import accuracy_findings, completeness, findings, headline, nearest_line
 from attn_zoo.report.pages.html import render_page
+from attn_zoo.report.tables.error_tables import error_interval, error_text
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import MISSING, escape_markdown, marked, say
@@ -63,7 +66,7 @@ class Board:
         headings: above the entries; the mechanism's own first.
         rows: one a mechanism, the best first.
         variants: registered name behind each row.
-        is_timed: times, not scores.
+        quantity: times, errors or scores.
         is_folded: others of the run say more.
     """
 
@@ -72,7 +75,7 @@ class Board:
     headings: tuple[str, ...]
     rows: tuple[tuple[Entry, ...], ...]
     variants: tuple[str, ...]
-    is_timed: bool
+    quantity: Literal["time", "error", "score"]
     is_folded: bool = False
 
 
@@ -229,6 +232,7 @@ def _boards(folder: Path, where: str, analysis: Analysis) -> Iterator[Board]:
     lead = lead_panel(panels)
     for panel in sorted(panels, key=lambda panel: panel is not lead):
         yield _scaling_board(folder, where, panel, is_folded=panel is not lead)
+    yield from (_error_board(where, analysis, group) for group in analysis.errors if any(map(_ranked, group.panels)))
     groups = [group for group in analysis.accuracy if group.means]
     if groups:
         yield _accuracy_board(where, analysis, groups)
@@ -275,7 +279,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         headings=("variant", *map(human_length, lengths), *beside, "peak memory"),
         rows=entries,
         variants=tuple(series.variant for series in rows),
-        is_timed=True,
+        quantity="time",
         is_folded=is_folded,
     )
 
@@ -313,6 +317,41 @@ def _memory(series: Series, link: Callable[[Point], str]) -> Entry:
     return Entry(text=text, href=link(point), sort=peak, is_words=True)
 
 
+def _ranked(panel: ErrorPanel) -> Sequence[ErrorCurve]:
+    return panel.ranked
+
+
+def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
+    panels = [panel for panel in group.panels if _ranked(panel)]
+    places = [[curve.label for curve in panel.ranked] for panel in panels]
+    labels = dict.fromkeys(label for own in places for label in own)
+    order = sorted(labels, key=lambda label: sum(own.index(label) if label in own else len(own) for own in places))
+
+    def entry(panel: ErrorPanel, label: str) -> Entry:
+        curve = next((one for one in panel.ranked if one.label == label), None)
+        point = curve.at(panel.lengths[-1]) if curve else None
+        if curve is None or point is None or point.value is None:
+            return Entry(text="not in this run")
+        is_best = curve is panel.ranked[0] and curve not in panel.useless
+        href = f"{where}/report.html#table-{group.name}-{panel.inputs}"
+        return Entry(text=error_interval(point), href=href, sort=point.value, is_best=is_best)
+
+    means = [f"{panel.inputs} {error_text(panel.mean_error[panel.lengths[-1]])}" for panel in panels]
+    lengths = dict.fromkeys(human_length(panel.lengths[-1]) for panel in panels)
+    return Board(
+        title="Error beside exact attention",
+        note=clean(
+            f"Norm of the difference over the norm of the exact output, at {' and '.join(lengths)} tokens, mean over "
+            f"seeds with its 95 % interval. The mean of the values, which needs no attention: {', '.join(means)}. "
+            f"Bold: the nearest, where that is nearer. {capital(group.subtitle)}."
+        ),
+        headings=("variant", *(panel.inputs for panel in panels)),
+        rows=tuple((Entry(text=clean(label)), *(entry(panel, label) for panel in panels)) for label in order),
+        variants=tuple(analysis.variants[label] for label in order),
+        quantity="error",
+    )
+
+
 def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGroup]) -> Board:
     by_mean = (label for each in analysis.overviews for label in each.means)
     known = dict.fromkeys(score.name for group in groups for score in group.ranked)
@@ -340,7 +379,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         headings=("variant", *(clean(group.title) for group in groups)),
         rows=tuple((Entry(text=clean(name)), *(entry(group, name) for group in groups)) for name in names),
         variants=tuple(analysis.variants[labels[name]] for name in names),
-        is_timed=False,
+        quantity="score",
     )
 
 

@@ -61,6 +61,11 @@ def _text(point: ErrorPoint | float | None) -> str:
         return NO_RECORD
     if isinstance(point, float):
         return error_text(point)
+    return error_interval(point)
+
+
+def error_interval(point: ErrorPoint) -> str:
+    """Return an error with its interval, or a word where there is none."""
     if point.value is None:
         return point.word
     ends = "" if point.low is None or point.high is None else f" [{error_text(point.low)}, {error_text(point.high)}]"

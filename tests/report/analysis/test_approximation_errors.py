@@ -196,6 +196,15 @@ def test_pages_show_them(tmp_path):
     assert (folder / "figures" / "approximation-error.svg").is_file()
     assert "bigbird,peaked" in (folder / "tables" / "approximation.csv").read_text()
     readme = leaderboard_readme(read_machines(tmp_path))
+    ((run,),) = (machine.runs for machine in read_machines(tmp_path))
+    (board,) = run.boards
+    assert (board.quantity, board.headings) == ("error", ("variant", "peaked", "local"))
+    rows = {row[0].text: row[1:] for row in board.rows}
+    assert list(rows) == ["bigbird", "linformer"]
+    assert rows["bigbird"][0].text.startswith("0.201 [")
+    assert [entry.is_best for entry in rows["bigbird"]] == [True, False]
+    assert rows["linformer"][1].href.endswith("report.html#table-error-local")
+    assert 'id="table-error-local"' in page
     assert "**How near does it come to exact attention?** Nearest to exact attention at 1k tokens" in readme
 
 
