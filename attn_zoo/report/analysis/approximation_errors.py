@@ -170,6 +170,23 @@ class ErrorGroup:
     panels: tuple[ErrorPanel, ...]
 
     @cached_property
+    def ranked(self) -> list[str]:
+        """The labels of `ErrorPanel.ranked`, the nearest first: by the mean over kinds of errors at the longest length.
+
+        Each counts as a share of the error of the mean of the values, and no more than that: what has found nothing may
+        be off by any factor.
+        """
+        shares: dict[str, list[float]] = {}
+        panels = [panel for panel in self.panels if panel.ranked]
+        for panel in panels:
+            longest = panel.lengths[-1]
+            for curve in panel.ranked:
+                value = curve.value(longest)
+                assert value is not None  # else it has no rank
+                shares.setdefault(curve.label, []).append(min(1.0, value / panel.mean_error[longest]))
+        return sorted(shares, key=lambda label: (sum(shares[label]) + len(panels) - len(shares[label]), label))
+
+    @cached_property
     def budget_len(self) -> int | None:
         """The length at which most families were measured with several budgets; None for none with two."""
         counts: dict[int, int] = {}

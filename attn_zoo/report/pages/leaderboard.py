@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.analysis.approximation_errors import ErrorCurve, ErrorGroup, ErrorPanel
+from attn_zoo.report.analysis.approximation_errors import ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
@@ -232,7 +232,7 @@ def _boards(folder: Path, where: str, analysis: Analysis) -> Iterator[Board]:
     lead = lead_panel(panels)
     for panel in sorted(panels, key=lambda panel: panel is not lead):
         yield _scaling_board(folder, where, panel, is_folded=panel is not lead)
-    yield from (_error_board(where, analysis, group) for group in analysis.errors if any(map(_ranked, group.panels)))
+    yield from (_error_board(where, analysis, group) for group in analysis.errors if group.ranked)
     groups = [group for group in analysis.accuracy if group.means]
     if groups:
         yield _accuracy_board(where, analysis, groups)
@@ -317,22 +317,17 @@ def _memory(series: Series, link: Callable[[Point], str]) -> Entry:
     return Entry(text=text, href=link(point), sort=peak, is_words=True)
 
 
-def _ranked(panel: ErrorPanel) -> Sequence[ErrorCurve]:
-    return panel.ranked
-
-
 def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
-    panels = [panel for panel in group.panels if _ranked(panel)]
-    places = [[curve.label for curve in panel.ranked] for panel in panels]
-    labels = dict.fromkeys(label for own in places for label in own)
-    order = sorted(labels, key=lambda label: sum(own.index(label) if label in own else len(own) for own in places))
+    panels = [panel for panel in group.panels if panel.ranked]
 
     def entry(panel: ErrorPanel, label: str) -> Entry:
         curve = next((one for one in panel.ranked if one.label == label), None)
         point = curve.at(panel.lengths[-1]) if curve else None
         if curve is None or point is None or point.value is None:
             return Entry(text="not in this run")
-        is_best = curve is panel.ranked[0] and curve not in panel.useless
+        best = panel.ranked[0].at(panel.lengths[-1])
+        least, most = point.low or point.value, (best.high or best.value or 0.0) if best else 0.0
+        is_best = least <= most and curve not in panel.useless
         href = f"{where}/report.html#table-{group.name}-{panel.inputs}"
         return Entry(text=error_interval(point), href=href, sort=point.value, is_best=is_best)
 
@@ -343,11 +338,12 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
         note=clean(
             f"Norm of the difference over the norm of the exact output, at {' and '.join(lengths)} tokens, mean over "
             f"seeds with its 95 % interval. The mean of the values, which needs no attention: {', '.join(means)}. "
-            f"Bold: the nearest, where that is nearer. {capital(group.subtitle)}."
+            "Bold: the nearest, where that is nearer, and all that the intervals do not tell from it. "
+            f"{capital(group.subtitle)}."
         ),
         headings=("variant", *(panel.inputs for panel in panels)),
-        rows=tuple((Entry(text=clean(label)), *(entry(panel, label) for panel in panels)) for label in order),
-        variants=tuple(analysis.variants[label] for label in order),
+        rows=tuple((Entry(text=clean(label)), *(entry(panel, label) for panel in panels)) for label in group.ranked),
+        variants=tuple(analysis.variants[label] for label in group.ranked),
         quantity="error",
     )
 

@@ -123,23 +123,16 @@ def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
 def error_overview_table(group: ErrorGroup) -> Table | None:
     """Return variants down, kinds of inputs across, at the longest length; None where nothing was measured.
 
-    The nearest on most kinds come first: by the mean of their ranks.
+    The nearest come first, as in `ErrorGroup.ranked`, after exact ones.
     """
     panels = [panel for panel in group.panels if panel.lengths]
     if not panels:
         return None
     longest = max(panel.lengths[-1] for panel in panels)
-    places = [[curve.label for curve in panel.ranked] for panel in panels]
-    labels = {curve.label: curve for panel in panels for curve in panel.over_lengths}
-    order = sorted(
-        labels.values(),
-        key=lambda curve: (
-            not curve.is_exact,
-            sum(own.index(curve.label) if curve.label in own else len(own) for own in places),
-            curve.label,
-        ),
-    )
-    return _by_inputs(group, f"{group.name}-overview", longest, order)
+    curves = {curve.label: curve for panel in panels for curve in panel.over_lengths}
+    exact = [label for label in sorted(curves) if curves[label].is_exact]
+    order = dict.fromkeys([*exact, *group.ranked, *sorted(curves)])
+    return _by_inputs(group, f"{group.name}-overview", longest, [curves[label] for label in order])
 
 
 def error_budget_table(group: ErrorGroup) -> Table | None:

@@ -98,6 +98,16 @@ def test_the_front_table_has_every_kind_of_inputs_at_the_longest_length(tmp_path
     assert names == ["error-peaked", "error-local", "approximation", "status"]
 
 
+def test_what_is_near_on_one_kind_goes_before_what_has_found_nothing_on_any(tmp_path):
+    records = [*over_lengths("linformer", 0.89, 0.89), *over_lengths("bigbird", 5.0, 9.0)]
+    records += [
+        *over_lengths("linformer", 0.85, 0.85, inputs="local"),
+        *over_lengths("bigbird", 0.1, 0.1, inputs="local"),
+    ]
+    (group,) = analysed(tmp_path, records).errors
+    assert group.ranked == ["bigbird", "linformer"], "ten times the mean counts as once"
+
+
 def test_what_has_no_budget_is_named(tmp_path):
     records = [*RECORDS, *over_lengths("linear_attention", 0.9, 0.9, has_budget=False)]
     table = front_table(analysed(tmp_path, records))
