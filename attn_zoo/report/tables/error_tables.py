@@ -43,7 +43,7 @@ def _how_to_read(curves: Iterable[ErrorCurve]) -> Note:
         "Norm of the difference from exact attention in float64 over the norm of that: 0 is exact, zeros have 1.",
         "Mean over seeds; weights are random, as drawn.",
         BRACKETS,
-        f"No budget makes these exact: {', '.join(endless)}." if endless else "",
+        f"Declared with no budget that makes them exact: {', '.join(endless)}." if endless else "",
     )
 
 

@@ -112,10 +112,10 @@ def test_what_has_no_budget_is_named(tmp_path):
     records = [*RECORDS, *over_lengths("linear_attention", 0.9, 0.9, has_budget=False)]
     table = front_table(analysed(tmp_path, records))
     assert table is not None
-    assert "No budget makes these exact: linear_attention." in table.note
+    assert "Declared with no budget that makes them exact: linear_attention." in table.note
     named = front_table(analysed(tmp_path / "other", RECORDS))
     assert named is not None
-    assert "No budget" not in named.note
+    assert "no budget" not in named.note
 
 
 def test_errors_stand_beside_times_and_scores_and_in_no_panel_of_theirs(tmp_path):
