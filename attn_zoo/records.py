@@ -301,8 +301,8 @@ class Approximation(Json):
         rounding_error: likewise of exact attention computed in the dtype of the cell, softmax in float32 at least.
         num_effective_keys: over how many keys a row's exact weights spread, 1 / sum of their squares: median over rows.
         num_rows: that were compared.
-        has_budget: the variant declares options that become exact where their budget grows, or that it is exact; else it
-            is no approximation, or one that converges without an end.
+        has_budget: the variant declares options that become exact where their budget grows, or that it is exact; else
+            it is no approximation, or one that converges without an end.
     """
 
     error: float
