@@ -9,6 +9,7 @@ from typing import Any
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, ErrorPoint
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.table import interval_values
 from attn_zoo.statistics import mean_interval
@@ -43,17 +44,24 @@ def compare_errors(
 
 
 def _by_mechanism(groups: Sequence[ErrorGroup], allowed: set[str]) -> dict[_Key, tuple[str, ErrorPoint]]:
-    """Return label and point by what must agree before two errors may be compared: a label says less, or more."""
-    found = {}
+    """Return label and point by what must agree before two errors may be compared: a label says less, or more.
+
+    Of a variant whose source changed meanwhile, the latest with an error counts.
+    """
     names = [name for name in GROUP_FIELDS if name != "protocol_version" or "protocol" not in allowed]
-    for group in groups:
-        for panel in group.panels:
-            for curve in panel.curves:
-                for point in curve.points:
-                    cell = point.records[0].cell
-                    own = cell.variant, json.dumps(cell.options, sort_keys=True), cell.inputs, cell.seq_len
-                    found[*own, *(getattr(cell, name) for name in names)] = curve.label, point
-    return found
+
+    def key(pair: tuple[str, ErrorPoint]) -> _Key:
+        cell = pair[1].records[0].cell
+        own = cell.variant, json.dumps(cell.options, sort_keys=True), cell.inputs, cell.seq_len
+        return *own, *(getattr(cell, name) for name in names)
+
+    panels = [panel for group in groups for panel in group.panels]
+    every = [(curve.label, point) for panel in panels for curve in panel.curves for point in curve.points]
+    return {own: max(same, key=_age) for own, same in grouped(every, key).items()}
+
+
+def _age(pair: tuple[str, ErrorPoint]) -> tuple[bool, str]:
+    return pair[1].value is not None, max(record.started for record in pair[1].records)
 
 
 def _by_seed(point: ErrorPoint | None) -> dict[int, Record]:

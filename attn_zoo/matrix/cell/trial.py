@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 
@@ -49,6 +49,16 @@ RETAKEN_S = (0.1, 5.0)
 """Seconds of samples that are taken again: fewer are over before a neighbour is gone, more are too dear."""
 
 
+@contextmanager
+def in_phase(phases: dict[str, float], name: str) -> Iterator[None]:
+    """Add the time of the block to a phase, in seconds."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        phases[name] = phases.get(name, 0.0) + time.perf_counter() - begin
+
+
 @dataclass
 class Trial:
     """One timed cell on its way to a record: `prepare`, samples of `sampling`, `end_timing`, `weigh`, `finish`.
@@ -83,14 +93,9 @@ class Trial:
     _checks: tuple[str, ...] = ()
     _kernels: tuple[str, ...] = ()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Add the time of the block to a phase."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
+        return in_phase(self.phases, name)
 
     @property
     def sampling(self) -> Sampling:

@@ -19,9 +19,7 @@ s_ij = q_i k_j / sqrt(D), values have unit variance:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -33,12 +31,13 @@ from torch import Tensor
 from attn_zoo.attention import build_attention
 from attn_zoo.attention.generators import seed_generators
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.conformance import FirstCall, check_output, gate
+from attn_zoo.conformance import FirstCall, check_output
 from attn_zoo.conformance.global_state import settings_kept
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.outcomes import failure_record
+from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.claimed_costs import (
     DTYPE_BYTES,
     build_context,
@@ -49,7 +48,7 @@ from attn_zoo.matrix.claimed_costs import (
     forward_flops,
 )
 from attn_zoo.matrix.kinds.kind import Axis, Forecast, Member, Seed
-from attn_zoo.matrix.kinds.one_call import CallGroup, CallKind
+from attn_zoo.matrix.kinds.one_call import CallGroup, CallKind, gate_call
 from attn_zoo.matrix.kinds.scaling import draw_inputs, normal
 from attn_zoo.matrix.kinds.timed import TimedForecast
 from attn_zoo.matrix.plan.estimate import Estimate, call_seconds
@@ -164,29 +163,20 @@ def _compare(record: Record, phases: dict[str, float]) -> Record:
     cell = record.cell
     if cell.device == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("cuda", "no CUDA device here")
-    with _phase(phases, "build"):
+    with in_phase(phases, "build"):
         seed_generators(cell.seed)
         build = build_context(cell)
         module = build_attention(cell.variant, build, **cell.options)
         module = module.to(device=cell.device, dtype=getattr(torch, cell.dtype)).eval()
         inputs = draw(cell)
-    with _phase(phases, "gate"):
-        held = gate(
-            cell.variant,
-            cell.options,
-            build,
-            dtype=cell.dtype,
-            device=cell.device,
-            seq_len=build.max_seq_len,
-            form=form_of(cell),
-            has_padding=False,
-        )
-    with _phase(phases, "comparing"), torch.no_grad(), recording() as kernels:
+    with in_phase(phases, "gate"):
+        held = gate_call(cell, build)
+    with in_phase(phases, "comparing"), torch.no_grad(), recording() as kernels:
         output: Tensor = module(*inputs)
-    with _phase(phases, "probe"):
+    with in_phase(phases, "probe"):
         given = Inputs(form=form_of(cell), tensors=inputs, is_causal=cell.is_causal)
         held += check_output(FirstCall(module=module, inputs=given, output=output, has_graph=False))
-    with _phase(phases, "comparing"), torch.no_grad():
+    with in_phase(phases, "comparing"), torch.no_grad():
         order = torch.randperm(build.max_seq_len, generator=torch.Generator().manual_seed(cell.seed))
         rows = order[:NUM_ROWS].sort()[0].to(cell.device)
         found = compare_rows(output, *inputs, rows, is_causal=cell.is_causal)
@@ -205,15 +195,6 @@ def _has_budget(cell: Cell) -> bool:
     assert cell.seq_len is not None  # every cell of this kind has one
     variant = variants[cell.variant]
     return variant.capabilities_of(config_of(cell)).is_exact or bool(variant.config.budgets(cell.seq_len))
-
-
-@contextmanager
-def _phase(phases: dict[str, float], name: str) -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        phases[name] = phases.get(name, 0.0) + time.perf_counter() - begin
 
 
 def compare_rows(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, build_attention, build_mixer
+from attn_zoo.conformance import gate
 from attn_zoo.matrix.claimed_costs import build_context, config_of, form_of
 from attn_zoo.matrix.kinds.kind import (
     AbstractKind,
@@ -138,3 +139,26 @@ def make_module(cell: Cell) -> tuple[AbstractAttention | AbstractMixer, BuildCon
     if form_of(cell) == "attention":
         return build_attention(cell.variant, build, **cell.options), build
     return build_mixer(cell.variant, build, **cell.options), build
+
+
+def gate_call(
+    cell: Cell,
+    build: BuildContext,
+    *,
+    seq_len: int | None = None,
+    is_training: bool = False,
+    needs_decode: bool = False,
+) -> tuple[str, ...]:
+    """Check the cell's variant as the cell calls it; arguments, result and errors as in `conformance.gate`."""
+    return gate(
+        cell.variant,
+        cell.options,
+        build,
+        dtype=cell.dtype,
+        device=cell.device,
+        seq_len=seq_len or build.max_seq_len,
+        form=form_of(cell),
+        has_padding=cell.has_padding,
+        is_training=is_training,
+        needs_decode=needs_decode,
+    )

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.attention.generators import seed_generators
-from attn_zoo.conformance import gate
 from attn_zoo.conformance.subject import has_routing
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.claimed_costs import Claims, claims, config_of, form_of
-from attn_zoo.matrix.kinds.one_call import make_module
+from attn_zoo.matrix.claimed_costs import Claims, claims, config_of
+from attn_zoo.matrix.kinds.one_call import gate_call, make_module
 from attn_zoo.matrix.kinds.scaling import draw_inputs
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.metadata import Capabilities
@@ -79,18 +78,7 @@ class AbstractReadWorkload(AbstractWorkload):
         self.inputs = draw_inputs(cell.at(num_tokens), dtype) if inputs is None else inputs
 
     def gate(self) -> tuple[str, ...]:
-        cell = self._cell
-        return gate(
-            cell.variant,
-            cell.options,
-            self._build,
-            dtype=cell.dtype,
-            device=cell.device,
-            seq_len=self._whole_len,
-            form=form_of(cell),
-            has_padding=False,
-            needs_decode=True,
-        )
+        return gate_call(self._cell, self._build, seq_len=self._whole_len, needs_decode=True)
 
     def _empty(self) -> Any:
         """Return the state before the first token."""

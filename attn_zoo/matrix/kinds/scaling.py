@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
 from attn_zoo.attention.generators import seed_generators
-from attn_zoo.conformance import FirstCall, check_output, gate
+from attn_zoo.conformance import FirstCall, check_output
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.probes import probe, probe_dropout
 from attn_zoo.conformance.tolerance import largest_error, rounding
@@ -22,7 +22,7 @@ from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, form_of
 from attn_zoo.matrix.kinds.kind import Axis
-from attn_zoo.matrix.kinds.one_call import make_module
+from attn_zoo.matrix.kinds.one_call import gate_call, make_module
 from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedCallKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -100,18 +100,7 @@ class CallWorkload(AbstractWorkload):
     kept: list[Tensor] = field(default_factory=list)
 
     def gate(self) -> tuple[str, ...]:
-        cell = self.cell
-        return gate(
-            cell.variant,
-            cell.options,
-            self.build,
-            dtype=cell.dtype,
-            device=cell.device,
-            seq_len=self.build.max_seq_len,
-            form=form_of(cell),
-            has_padding=cell.has_padding,
-            is_training=self.module.training,
-        )
+        return gate_call(self.cell, self.build, is_training=self.module.training)
 
     def make_call(self) -> tuple[Call, Call | None]:
         clear_grads(self.leaves)

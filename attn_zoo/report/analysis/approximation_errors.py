@@ -142,17 +142,22 @@ class ErrorPanel:
         (longest,) = self.lengths[-1:] or (0,)
         return [each for each in self.over_lengths if not each.is_exact and each.value(longest) is not None]
 
+    def _ends(self, curve: ErrorCurve) -> tuple[float, float]:
+        """Return the interval of a ranked curve at the longest length; of one seed its error alone."""
+        point = curve.at(self.lengths[-1])
+        assert point is not None and point.value is not None  # noqa: PT018  else it has no rank
+        return (point.value, point.value) if point.low is None or point.high is None else (point.low, point.high)
+
+    @property
+    def level(self) -> list[ErrorCurve]:
+        """The nearest of `ranked`, and those that the intervals do not tell from it."""
+        return [curve for curve in self.ranked if self._ends(curve)[0] <= self._ends(self.ranked[0])[1]]
+
     @property
     def useless(self) -> list[ErrorCurve]:
         """Those of `ranked` that are not nearer than the mean of the values, as far as the interval tells."""
-        found = []
-        for curve in self.ranked:
-            point = curve.at(self.lengths[-1])
-            assert point is not None  # it was measured there
-            least = point.value if point.low is None else point.low
-            if least is not None and least >= BETTER * self.mean_error[point.seq_len]:
-                found.append(curve)
-        return found
+        least = BETTER * self.mean_error[self.lengths[-1]] if self.ranked else 0.0
+        return [curve for curve in self.ranked if self._ends(curve)[0] >= least]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -34,19 +35,11 @@ def draw_errors(group: ErrorGroup, looks: Looks) -> Page | None:
         worst = max(point.value or 0.0 for curve in exact for point in curve.measured)
         names = some(dict.fromkeys(curve.label for curve in exact), joint=" and ")
         note += f"; not drawn: {names}, exact (at most {error_text(worst)})"
-    values = [max(value, LEAST) for panel in panels for value in _values(panel)]
-    if any(value < LEAST for panel in panels for value in _values(panel)):
-        note += f"; at the lower edge: below {error_text(LEAST)}"
-    page = Page("Error beside exact attention, by length", note, width=WIDTH)
-    page.legend([_entry(label, looks) for label in labels], keys=labels)
-    every = page.panels(len(panels), height=2.5, columns=2, left=0.72, right=0.2, gap=0.55, above=0.3)
-    for place, (axes, panel) in enumerate(zip(every, panels, strict=True)):
-        page.may_be_linear(axes)
+    values = [value for panel in panels for value in _values(panel)]
+    page = Page("Error beside exact attention, by length", note + _lower_edge(values), width=WIDTH)
+    for axes, panel in _framed(page, panels, labels, looks):
         length_axis(axes, panel.lengths)
-        value_axis(axes, values, error_text, 10)
-        axes.set_title(f"{panel.inputs} inputs", loc="left", color=INK)
-        if place % 2 == 0:
-            axes.set_ylabel("relative error")
+        value_axis(axes, [max(value, LEAST) for value in values], error_text, 10)
         lengths = panel.lengths
         axes.plot(lengths, [panel.mean_error[length] for length in lengths], color=MUTED, ls=MARK, lw=1.2, zorder=2)
         for curve in _drawn(panel):
@@ -70,27 +63,37 @@ def draw_error_costs(group: ErrorGroup, looks: Looks) -> Page | None:
         return None
     whole = float(max(flops for flops in exact if flops))
     every = [place for own in families.values() for places in own.values() for place in places]
-    values = [max(value, LEAST) for _, _, value in every] + [panel.mean_error[length] for panel in panels]
+    values = [value for _, _, value in every] + [panel.mean_error[length] for panel in panels]
     note = f"{group.subtitle}; at {human_length(length)} tokens; mean over seeds; dashed: {MEAN}"
-    if any(value < LEAST for _, _, value in every):
-        note += f"; at the lower edge: below {error_text(LEAST)}"
-    page = Page("Error beside exact attention, by cost", note, width=WIDTH)
-    page.legend([_entry(name, looks) for name in names], keys=names)
-    axes_of = page.panels(len(panels), height=2.5, columns=2, left=0.72, right=0.2, gap=0.55, above=0.3)
-    for place, (axes, panel) in enumerate(zip(axes_of, panels, strict=True)):
-        page.may_be_linear(axes)
+    page = Page("Error beside exact attention, by cost", note + _lower_edge(values), width=WIDTH)
+    for axes, panel in _framed(page, panels, names, looks):
         value_axis(axes, [flops / whole for _, flops, _ in every], percent, 10, name="x")
-        value_axis(axes, values, error_text, 10)
-        axes.set_title(f"{panel.inputs} inputs", loc="left", color=INK)
+        value_axis(axes, [max(value, LEAST) for value in values], error_text, 10)
         axes.set_xlabel("FLOPs (exact attention: 100 %)")
-        if place % 2 == 0:
-            axes.set_ylabel("relative error")
         axes.axhline(panel.mean_error[length], color=MUTED, ls=MARK, lw=1.2, zorder=2)
         for name, places in families[panel.inputs].items():
             tips = tuple(f"{label}: {error_text(value)} at {percent(flops / whole)}" for label, flops, value in places)
             points = [(flops / whole, max(value, LEAST)) for _, flops, value in places]
             draw_curve(axes, points, looks[name], looks[name].line, tag=Tag(of=name, tips=tips))
     return page.describe(_cost_alt(panel, families[panel.inputs], whole) for panel in panels)
+
+
+def _lower_edge(values: Iterable[float]) -> str:
+    return f"; at the lower edge: below {error_text(LEAST)}" if any(value < LEAST for value in values) else ""
+
+
+def _framed(
+    page: Page, panels: Sequence[ErrorPanel], labels: Sequence[str], looks: Looks
+) -> list[tuple[Axes, ErrorPanel]]:
+    """Draw the legend, and return axes for each kind of inputs with its name, two in a row."""
+    page.legend([_entry(label, looks) for label in labels], keys=labels)
+    every = page.panels(len(panels), height=2.5, columns=2, left=0.72, right=0.2, gap=0.55, above=0.3)
+    for place, (axes, panel) in enumerate(zip(every, panels, strict=True)):
+        page.may_be_linear(axes)
+        axes.set_title(f"{panel.inputs} inputs", loc="left", color=INK)
+        if place % 2 == 0:
+            axes.set_ylabel("relative error")
+    return list(zip(every, panels, strict=True))
 
 
 _Place = tuple[str, float, float]

@@ -294,8 +294,7 @@ def findings(analysis: Analysis) -> list[str]:
     columns = shown_groups(analysis) if panel is None else ()
     beside = sorted(analysis.accuracy, key=lambda group: group in columns)  # the table beside it has the others
     said += [_score_line(group) for group in beside[: 2 if panel is not None else MOST_SCORES]]
-    for group in analysis.errors[:1]:
-        said += error_findings(group)[0 if panel is not None or analysis.accuracy else 1 :]
+    said += [text for group in analysis.errors[:1] for text in error_findings(group) if text != headline(analysis)]
     said += [_doubt_line(analysis), _missing_line(analysis)]
     said = [text for text in said if text]
     return said[:MOST_BULLETS]

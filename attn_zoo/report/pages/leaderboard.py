@@ -325,9 +325,7 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
         point = curve.at(panel.lengths[-1]) if curve else None
         if curve is None or point is None or point.value is None:
             return Entry(text="not in this run")
-        best = panel.ranked[0].at(panel.lengths[-1])
-        least, most = point.low or point.value, (best.high or best.value or 0.0) if best else 0.0
-        is_best = least <= most and curve not in panel.useless
+        is_best = curve in panel.level and curve not in panel.useless
         href = f"{where}/report.html#table-{group.name}-{panel.inputs}"
         return Entry(text=error_interval(point), href=href, sort=point.value, is_best=is_best)
 

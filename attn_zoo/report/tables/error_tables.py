@@ -132,7 +132,7 @@ def error_overview_table(group: ErrorGroup) -> Table | None:
     curves = {curve.label: curve for panel in panels for curve in panel.over_lengths}
     exact = [label for label in sorted(curves) if curves[label].is_exact]
     order = dict.fromkeys([*exact, *group.ranked, *sorted(curves)])
-    return _by_inputs(group, f"{group.name}-overview", longest, [curves[label] for label in order])
+    return _by_inputs(group, "overview", "Error", longest, [curves[label] for label in order])
 
 
 def error_budget_table(group: ErrorGroup) -> Table | None:
@@ -145,10 +145,10 @@ def error_budget_table(group: ErrorGroup) -> Table | None:
         labels.values(),
         key=lambda curve: (not curve.is_exact, curve.variant, curve.flops(length) or 0, curve.label),
     )
-    return _by_inputs(group, f"{group.name}-budgets", length, order)
+    return _by_inputs(group, "budgets", "Error by budget", length, order)
 
 
-def _by_inputs(group: ErrorGroup, name: str, length: int, order: Sequence[ErrorCurve]) -> Table:
+def _by_inputs(group: ErrorGroup, name: str, title: str, length: int, order: Sequence[ErrorCurve]) -> Table:
     """Return a row for each curve, with its label's error on each kind of inputs at a length."""
     panels = [panel for panel in group.panels if panel.lengths]
     exact = next((flops for curve in order if curve.is_exact and (flops := curve.flops(length))), None)
@@ -162,8 +162,8 @@ def _by_inputs(group: ErrorGroup, name: str, length: int, order: Sequence[ErrorC
     means = {str(panel.inputs): panel.mean_error.get(length) for panel in panels}
     rows.append({"variant": MEAN, "flops": None, "flops_frac": None, **means})
     return Table(
-        name=name,
-        title=f"{'Error by budget' if name.endswith('budgets') else 'Error'} at {human_length(length)} tokens",
+        name=f"{group.name}-{name}",
+        title=f"{title} at {human_length(length)} tokens",
         notes=(
             *_how_to_read(order),
             *(f"{capital(panel.inputs)}: {INPUT_WORDS[panel.inputs]}." for panel in panels),

@@ -14,7 +14,7 @@ from attn_zoo.attention import build_attention
 from attn_zoo.attention.oracle import attention_weights, softmax_attention
 from attn_zoo.errors import ConfigError, GateError
 from attn_zoo.matrix.drive.progress import describe
-from attn_zoo.matrix.kinds import approximation
+from attn_zoo.matrix.kinds import approximation, one_call
 from attn_zoo.matrix.kinds.approximation import RUN_LEN, compare_rows, draw
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -210,7 +210,7 @@ def test_what_fails_its_gate_has_no_error(monkeypatch):
     def gate(*_: Any, **__: Any) -> tuple[str, ...]:
         raise GateError("matches_reference", "full: off by 1")
 
-    monkeypatch.setattr(approximation, "gate", gate)
+    monkeypatch.setattr(one_call, "gate", gate)
     (cell,) = cells(["full"], inputs="diffuse")
     record = run_cell(cell)
     assert record.status == "gate_failed"

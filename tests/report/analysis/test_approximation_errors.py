@@ -213,6 +213,11 @@ def test_pages_show_them(tmp_path):
     assert list(rows) == ["bigbird", "linformer"]
     assert rows["bigbird"][0].text.startswith("0.201 [")
     assert [entry.is_best for entry in rows["bigbird"]] == [True, False]
+    wide = [approximation("moba", 1024, error, seed=seed) for seed, error in enumerate((0.001, 0.6))]
+    (panel, _) = analysed(tmp_path / "wide", [*RECORDS, *wide]).errors[0].panels
+    assert [curve.label for curve in panel.level] == ["bigbird"], "moba has one length, where others have two"
+    (alone,) = analysed(tmp_path / "alone", [*wide, approximation("bigbird", 1024, 0.2)]).errors[0].panels
+    assert [curve.label for curve in alone.level] == ["bigbird", "moba"], "its interval begins at zero"
     assert rows["linformer"][1].href.endswith("report.html#table-error-local")
     assert 'id="table-error-local"' in page
     assert "**How near does it come to exact attention?** Nearest to exact attention at 1k tokens" in readme
@@ -247,6 +252,13 @@ def test_two_runs_are_compared_error_by_error(tmp_path):
     assert table.name == "compare-errors"
     assert "1 worse by more than 10 %" in found.markdown()
     assert [row["error_b"] for row in found.rows if row["label"] == "moba"] == pytest.approx([0.603, 0.3015])
+
+
+def test_of_two_versions_in_one_run_the_latest_is_compared(tmp_path):
+    old, new = over_lengths("bigbird", 0.9, variant_digest="f"), over_lengths("bigbird", 0.2, variant_digest="a")
+    dated = [Record.from_dict({**one.to_dict(), "started": "2026-01-02T00:00:00"}) for one in new]
+    _, rows = compared(tmp_path, [*old, *dated], new)
+    assert {row["verdict"] for row in rows.values()} == {"same"}
 
 
 def test_an_error_that_is_gone_or_new_is_said(tmp_path):
