@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
 from operator import attrgetter
+from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -38,6 +40,9 @@ STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
 
 APPROXIMATION_VERSION = 1
 """Of the way distances from exact attention are measured, the kinds of inputs included. History: 1, first."""
+
+REPLACEMENT_VERSION = 100 + TRAINING_VERSION
+"""Of the way trained models are given another mechanism, which depends on how they were trained. History: 1, first."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """Of bytes, operations, parameters, steps: what no table or file of 64-bit numbers could hold is no count."""
@@ -314,8 +319,34 @@ class Approximation(Json):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement(Json):
+    """What became of a trained model when another mechanism took the place of its own, before any further training.
+
+    Args:
+        trained_value: what the model scores on the same test set with its own mechanism.
+        layers: how far the heads of each mixer are from what its own mechanism gives them, in the order in which the
+            mixers are called; `rounding_error` is that of the mechanism itself in the dtype of the cell.
+        num_new_params: parameters of the mechanism that the trained model has not, as they are drawn.
+    """
+
+    trained_value: float
+    layers: tuple[Approximation, ...]
+    num_new_params: Count
+
+    @property
+    def error(self) -> float:
+        """The root of the mean square over layers."""
+        return math.sqrt(fmean(layer.error**2 for layer in self.layers))
+
+    @property
+    def mean_error(self) -> float:
+        """Likewise of the mean of the values."""
+        return math.sqrt(fmean(layer.mean_error**2 for layer in self.layers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Score(Json):
-    """Result of one training run.
+    """Result of one training run, or of a trained model with another mechanism.
 
     Args:
         metric: name, such as `"accuracy"`.
@@ -336,7 +367,7 @@ class Score(Json):
         eval_compile_s: seconds of those batches in them that compiled the model or captured a CUDA graph; part of
             `eval_s`.
         tokens_per_s: training throughput of all devices together, padding excluded, and so are the updates that
-            compiled where others followed.
+            compiled where others followed; None where nothing was trained.
         curve: evaluations in order: step, train_loss, validation_loss, validation value.
         correct: per scored test item, 1 or 0, as a string of digits: paired comparisons need it. Empty where items are
             too many to keep.
@@ -366,7 +397,7 @@ class Score(Json):
     compile_s: float | None = None
     eval_s: float | None = None
     eval_compile_s: float | None = None
-    tokens_per_s: float
+    tokens_per_s: float | None = None
     curve: tuple[dict[str, float], ...] = ()
     correct: str = ""
     breakdown: tuple[dict[str, float], ...] = ()
@@ -511,10 +542,12 @@ class Cell(Json, _Keyed):
         grid: the names among `overrides` that the matrix tunes: the same trials for every variant, of which the report
             takes the one that is best on validation.
         data_digest: of the task's data.
+        replaces: mechanism of the trained model in whose place the variant is put; empty for none.
+        adapt_steps: updates that the model makes afterwards.
         together: digest of all that are timed in turns with this cell, itself included, and of the number of
             repeats; empty where it is timed alone. The same for all lengths.
         protocol_version: `PROTOCOL_VERSION` or, for accuracy, `TRAINING_VERSION`; `STEP_VERSION` for training steps,
-            `APPROXIMATION_VERSION` for approximations.
+            `APPROXIMATION_VERSION` for approximations, `REPLACEMENT_VERSION` for replacements.
     """
 
     kind: str
@@ -544,6 +577,8 @@ class Cell(Json, _Keyed):
     overrides: dict[str, Any] = field(default_factory=dict)
     grid: tuple[str, ...] = ()
     data_digest: str = ""
+    replaces: str = ""
+    adapt_steps: Count = 0
     together: str = ""
     protocol_version: int = PROTOCOL_VERSION
 
@@ -569,7 +604,8 @@ class Cell(Json, _Keyed):
             return cast(_Curve, shared)
         data = self.values()
         # Newer than the first results, whose keys must stay what they are.
-        for name, default in (("grid", ()), ("together", ""), ("data_parallel", 1), ("inputs", "")):
+        absent = {"grid": (), "together": "", "data_parallel": 1, "inputs": "", "replaces": "", "adapt_steps": 0}
+        for name, default in absent.items():
             if data[name] == default:
                 del data[name]
         head, tail = ({name: data[name] for name in data if (name < "seq_len") is first} for first in (True, False))
@@ -618,6 +654,8 @@ class Cell(Json, _Keyed):
             (f"D{self.head_dim}", has_own_sizes and self.head_dim not in (None, 64)),
             ("pretrain", bool(self.overrides.get("pretrain")) and "pretrain" not in self.grid),
             (f"{self.data_parallel}ranks", self.data_parallel > 1),
+            (f"for-{self.replaces}", self.replaces != ""),
+            (f"adapt{self.adapt_steps}", self.adapt_steps > 0),
         )
         tried = [f"{name}{_short(self.overrides.get(name))}" for name in self.grid]
         named = [text for text, is_said in parts if is_said]
@@ -766,7 +804,7 @@ class Record(Json):
         clocks_mhz: GPU clock before and after.
         num_params: of the module under test.
         packages: versions of what the variant's own files import, beyond what the environment records.
-        timing, memory, score, approximation: measurements.
+        timing, memory, score, approximation, replacement: measurements.
         trace: end of the traceback, for failures.
         schema: see `SCHEMA_VERSION`.
     """
@@ -801,6 +839,7 @@ class Record(Json):
     memory: Memory | None = None
     score: Score | None = None
     approximation: Approximation | None = None
+    replacement: Replacement | None = None
     trace: str = ""
     phases: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -25,6 +24,7 @@ from attn_zoo.conformance import gate_model
 from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.tracking import tracked
+from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.kinds.kind import (
     AbstractKind,
     Axis,
@@ -49,8 +49,8 @@ MAX_TRIALS = 256
 """More combinations than that are a search, not a grid."""
 
 
-class AccuracyGroup(Group):
-    """Training runs: variants x seeds on tasks. Where several values are given, every combination is a cell.
+class TaskGroup(Group):
+    """What groups may say whose models are trained on tasks.
 
     Args:
         task: registered name.
@@ -59,11 +59,6 @@ class AccuracyGroup(Group):
             direction, and `token_classification` both sides.
         protocol: named training protocol.
         overrides: fields of the protocol that this group changes; part of the cell's key.
-        grid: values to try for further fields of the protocol: every combination, the same for every variant.
-        data_parallel: processes that train a model together, on one device each, by `torchrun`: the same batches,
-            learning rates and evaluations, so the same training up to rounding and what dropout draws. `threads` is of
-            each; absent, they share the cores.
-        keep_weights: store what was trained, as `weights/<key>.safetensors` in the results folder.
         timeout_s: seconds one training may take.
     """
 
@@ -72,15 +67,31 @@ class AccuracyGroup(Group):
     is_causal: Axis[bool] | None = None
     protocol: str = "cpu-small"
     overrides: dict[str, Any] = Field(default_factory=dict)
-    grid: dict[str, Axis[Any]] = Field(default_factory=dict)
-    data_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
-    keep_weights: bool = False
     timeout_s: Seconds = 7 * 86_400.0
 
     @property
     def num_cells(self) -> int:
-        num_trials = math.prod(len(values) for values in self.grid.values())
-        return super().num_cells * len(self.task) * len(self.level) * len(self.is_causal or (None,)) * num_trials
+        return super().num_cells * len(self.task) * len(self.level) * len(self.is_causal or (None,))
+
+
+class AccuracyGroup(TaskGroup):
+    """Training runs: variants x seeds on tasks. Where several values are given, every combination is a cell.
+
+    Args:
+        grid: values to try for further fields of the protocol: every combination, the same for every variant.
+        data_parallel: processes that train a model together, on one device each, by `torchrun`: the same batches,
+            learning rates and evaluations, so the same training up to rounding and what dropout draws. `threads` is of
+            each; absent, they share the cores.
+        keep_weights: store what was trained, as `weights/<key>.safetensors` in the results folder.
+    """
+
+    grid: dict[str, Axis[Any]] = Field(default_factory=dict)
+    data_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    keep_weights: bool = False
+
+    @property
+    def num_cells(self) -> int:
+        return super().num_cells * math.prod(len(values) for values in self.grid.values())
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Yield the overrides of each combination of the grid, those of the group included."""
@@ -92,7 +103,7 @@ class Accuracy(AbstractKind):
     """One training run on one task."""
 
     name = "accuracy"
-    group = AccuracyGroup
+    group: ClassVar[type[Group]] = AccuracyGroup
     is_timed = False
     rooms = TRAINING_ROOMS
 
@@ -104,7 +115,7 @@ class Accuracy(AbstractKind):
 
     def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
         problems: list[Problem] = []
-        given = group.get("level", list(AccuracyGroup.model_fields["level"].default))
+        given = group.get("level", list(TaskGroup.model_fields["level"].default))
         levels = [level for level in as_axis(given) if isinstance(level, str)]
         names = group.get("task", ())
         for index, name in enumerate(as_axis(names)):
@@ -120,7 +131,7 @@ class Accuracy(AbstractKind):
             problems += _protocol_problems(task, group, where)
         return list(dict.fromkeys(problems))
 
-    def expand(self, group: AccuracyGroup, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
+    def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
         known = cache(partial(_known_of, data_dir=data_dir))  # it hashes files
         for member, task, level in itertools.product(members, group.task, group.level):
             data = known(task, level)
@@ -163,38 +174,72 @@ class Accuracy(AbstractKind):
         tell: Callable[[int], object],  # noqa: ARG002 - there is one cell
         room_bytes: int | None,
     ) -> list[Record]:
-        begin = time.monotonic()
+        phases: dict[str, float] = {}
         (record,) = records
         try:
-            record = _train(record, order)
+            record = self.measure(record, order, phases)
         except KeyboardInterrupt:
             raise
         except StoreError as error:  # a full disk says nothing about the cell, which goes on from its last checkpoint
             record = replace(record, status="cancelled", reason=str(error))
         except BaseException as error:  # a variant may even call sys.exit
             record = failure_record(record, error, room_bytes)
-        seconds = time.monotonic() - begin
-        return [replace(record, duration_s=round(seconds, 4), phases={"training": seconds})]
+        return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
+
+    def measure(self, record: Record, order: WorkOrder, phases: dict[str, float]) -> Record:
+        """Return the record of a cell with what it gave; whatever stops it is raised.
+
+        Args:
+            record: of the cell, otherwise empty.
+            order: what to do.
+            phases: takes the seconds.
+        """
+        prepare(record.cell, order)
+        with in_phase(phases, "training"):
+            return train(record, order)
 
 
-def _train(record: Record, order: WorkOrder) -> Record:
-    from attn_zoo.training import run_training  # loads the backbone: only where it trains
+def data_dir_of(order: WorkOrder) -> Path | None:
+    """Return where tasks find local data."""
+    return Path(order.data_dir) if order.data_dir else None
 
-    cell, data_dir = record.cell, Path(order.data_dir) if order.data_dir else None
+
+def prepare(cell: Cell, order: WorkOrder) -> None:
+    """Take the threads that a cell asks for.
+
+    Raises:
+        ConfigError: its data are no longer what the plan saw.
+    """
+    data_dir = data_dir_of(order)
     if cell.data_digest and tasks[str(cell.task)].digest(str(cell.level), data_dir=data_dir) != cell.data_digest:
         raise ConfigError(str(cell.task), [("", "its data were changed while the matrix ran; run again")])
     if cell.threads is not None:
         torch.set_num_threads(cell.threads)
+
+
+def train(record: Record, order: WorkOrder, begin: Callable[[nn.Module], object] | None = None) -> Record:
+    """Train and score the variant of a cell.
+
+    Args:
+        record: of the cell, otherwise empty.
+        order: where files are.
+        begin: is given the model before it is checked and trained.
+    """
+    from attn_zoo.training import run_training  # loads the backbone: only where it trains
+
+    cell = record.cell
     checks: dict[str, None] = {}
 
     def check(model: nn.Module, has_padding: bool) -> None:
+        if begin is not None:
+            begin(model)
         held = gate_model(model, dtype=cell.dtype, device=cell.device, has_padding=has_padding)
         checks.update(dict.fromkeys(held))
 
     with tracked(cell) as log:
         result = run_training(
             cell,
-            data_dir=data_dir,
+            data_dir=data_dir_of(order),
             checkpoint_dir=Path(order.checkpoint_dir) if order.checkpoint_dir else None,
             weights_path=Path(order.weights_dir) / f"{cell.key}.safetensors" if order.weights_dir else None,
             before_training=check,
@@ -289,7 +334,7 @@ def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where
     """Check the protocol with the overrides alone, then with every combination of the grid."""
     from attn_zoo.training.protocol import Protocol, resolve_protocol
 
-    protocol = group.get("protocol", AccuracyGroup.model_fields["protocol"].default)
+    protocol = group.get("protocol", TaskGroup.model_fields["protocol"].default)
     overrides, grid = group.get("overrides", {}), group.get("grid", {})
     if not (isinstance(protocol, str) and isinstance(overrides, dict) and isinstance(grid, dict)):
         return []

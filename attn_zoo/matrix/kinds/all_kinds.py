@@ -6,11 +6,12 @@ from attn_zoo.matrix.kinds.accuracy import Accuracy
 from attn_zoo.matrix.kinds.approximation import Approximate
 from attn_zoo.matrix.kinds.decoded_token import Decode
 from attn_zoo.matrix.kinds.kind import AbstractKind
+from attn_zoo.matrix.kinds.replacement import Replace
 from attn_zoo.matrix.kinds.scaling import Scaling
 from attn_zoo.matrix.kinds.step import Step
 from attn_zoo.records import Cell
 
-KINDS: tuple[AbstractKind, ...] = (Scaling(), Decode(), Step(), Approximate(), Accuracy())
+KINDS: tuple[AbstractKind, ...] = (Scaling(), Decode(), Step(), Approximate(), Accuracy(), Replace())
 
 
 def kind_of(cell: Cell) -> AbstractKind:

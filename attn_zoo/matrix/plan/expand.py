@@ -172,6 +172,7 @@ def plain_files(cells: Iterable[PlannedCell]) -> dict[str, list[str]]:
         ConfigError: a typed one was changed since it was registered.
     """
     names = {item.cell.variant for item in cells} | {item.cell.overrides.get("cross_variant") for item in cells}
+    names |= {item.cell.replaces for item in cells}
     known = [(name, variants.plain_file(name)) for name in names if name]
     known += [(name, tasks.plain_file(name)) for name in {item.cell.task for item in cells} if name]
     files: dict[str, list[str]] = {}

@@ -65,8 +65,11 @@ class PlannedCell(Json):
             return self.cell.together
         if self.isolation == "cell":
             return self.cell.curve
-        # Where nothing is timed, what a process ran before cannot matter.
-        also = ("inputs", "seed") if self.cell.inputs else ()
+        # Where nothing is timed, what a process ran before cannot matter; a model in which mechanisms are exchanged is
+        # trained by the first of the cells that need it.
+        also: tuple[str, ...] = ("inputs", "seed") if self.cell.inputs else ()
+        if self.cell.replaces:
+            also = ("variant", "label", "options", "variant_digest", "adapt_steps")
         return hashlib.sha256(self.cell.all_but("seq_len", "pass_", *also).encode()).hexdigest()[:20]
 
     @property
