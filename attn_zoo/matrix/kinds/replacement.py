@@ -139,14 +139,15 @@ class Replace(Accuracy):
         with in_phase(phases, "gate"):
             has_padding = trainer.batcher.has_mask
             held = gate_model(trainer.model, dtype=cell.dtype, device=cell.device, has_padding=has_padding)
-        with in_phase(phases, "comparing"), recording() as kernels:
+        with in_phase(phases, "comparing"):
             batch = trainer.batcher.batch(before.test, torch.arange(min(NUM_EXAMPLES, len(before.test.lengths))))
             found = Replacement(
                 trained_value=before.value,
                 layers=compare_layers(before.model, trainer.model, trainer.objective, batch),
                 num_new_params=num_new_params,
             )
-            score = _score(before, trainer) if cell.adapt_steps == 0 else None
+            with recording() as kernels:
+                score = _score(before, trainer) if cell.adapt_steps == 0 else None
         record = replace(
             record,
             gate=held,

@@ -45,7 +45,7 @@ class Observation:
     @property
     def is_training(self) -> bool:
         """Whether it is a training run."""
-        return self.cell.kind == "accuracy"
+        return self.cell.task is not None
 
     @property
     def is_timing(self) -> bool:

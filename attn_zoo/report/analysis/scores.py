@@ -213,9 +213,12 @@ def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
     every = group_training_runs(results)
     alike = grouped((setting for setting, _ in every), _task_title)
     for setting, runs in every:
-        name = slug(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "")
+        name = slug(
+            *(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "", setting.exchange)
+        )
         others = alike[_task_title(setting)]
         varying = {field.name for field in fields(Setting) if len({getattr(one, field.name) for one in others}) > 1}
+        varying |= {"replaces"}  # a title says it always
         groups.append(_group(setting, runs, results, unique_name(name, names), varying))
     return groups
 
@@ -238,11 +241,12 @@ def _setting_words(setting: Setting, names: Container[str]) -> list[str]:
         "threads": [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else [],
         "protocol_version": [f"training version {setting.protocol_version}"],
         "data_digest": [f"data {setting.data_digest[:6] or 'unknown'}"],
+        "replaces": [setting.exchange] if setting.exchange else [],
     }
     return [word for name, own in words.items() if name in names for word in own]
 
 
-_HOW = ("protocol", "overrides", "tuned", "dtype", "device", "data_parallel", "threads")
+_HOW = ("replaces", "protocol", "overrides", "tuned", "dtype", "device", "data_parallel", "threads")
 
 
 def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -24,6 +24,8 @@ class Setting:
     Args:
         task: with `level` and the digest of its data.
         protocol: with `overrides` (as JSON; neither tuned ones nor those of self-pretraining) and its version.
+        replaces: mechanism of the trained models in whose place the variants were put; empty where these were trained.
+        adapt_steps: updates that the models made afterwards.
         tuned: names of the settings that the matrix tuned: tuned and untuned results are not mixed.
     """
 
@@ -39,11 +41,21 @@ class Setting:
     data_parallel: int
     protocol_version: int
     data_digest: str
+    replaces: str = ""
+    adapt_steps: int = 0
 
     @property
     def changes(self) -> dict[str, Any]:
         """Overrides by name."""
         return dict(json.loads(self.overrides))
+
+    @property
+    def exchange(self) -> str:
+        """Say in whose place the variants are, and how long since; empty where they were trained."""
+        if not self.replaces:
+            return ""
+        later = f"{self.adapt_steps:,} updates later" if self.adapt_steps else "not trained further"
+        return f"in place of {self.replaces}, {later}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +112,8 @@ def _setting(cell: Cell) -> Setting:
         data_parallel=cell.data_parallel,
         protocol_version=cell.protocol_version,
         data_digest=cell.data_digest,
+        replaces=cell.replaces,
+        adapt_steps=cell.adapt_steps,
     )
 
 
