@@ -344,6 +344,13 @@ class Replacement(Json):
         return math.sqrt(fmean(layer.mean_error**2 for layer in self.layers))
 
 
+EQUAL_WEIGHTS = "equal_weights"
+"""Name of a floor: what a trained model scores where every row of a head is the mean of the values that it sees."""
+
+AS_TRAINED = "as_trained"
+"""Name of a reference: what it scores with its own mechanism."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score(Json):
     """Result of one training run, or of a trained model with another mechanism.

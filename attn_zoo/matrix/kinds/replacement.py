@@ -3,7 +3,7 @@
 A model is trained with one mechanism, as `[[accuracy]]` trains it, once for all variants of the group. Then a variant
 takes the place of that mechanism in every layer, between the same projections; what it has to learn besides is as
 drawn. Two things are measured: what the model scores now on the same test set, as it is or after a few more updates;
-and, on the first `NUM_EXAMPLES` test examples, how far the heads are from what the model's own mechanism gives them,
+and, on `NUM_EXAMPLES` random test examples, how far the heads are from what the model's own mechanism gives them,
     error = |out - own| / |own|,   Frobenius norms over all rows that are no padding
 for the queries, keys and values that each layer of the trained model makes: an error is of one layer, not of those
 before it too. Own outputs are in float64. Equal weights, the mean of the values that a row sees, are the floor of both:
@@ -41,6 +41,8 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import (
+    AS_TRAINED,
+    EQUAL_WEIGHTS,
     REPLACEMENT_VERSION,
     TRAINING_VERSION,
     Approximation,
@@ -65,12 +67,6 @@ NUM_WEIGHED = 4
 
 MAX_ITEMS = 100_000
 """Of a test set whose single answers are kept, as of trainings."""
-
-EQUAL_WEIGHTS = "equal_weights"
-"""Name of the floor: what the model scores where every row of a head is the mean of the values that it sees."""
-
-AS_TRAINED = "as_trained"
-"""Name of the reference: what it scores with its own mechanism."""
 
 
 class ReplacementGroup(TaskGroup):
@@ -140,7 +136,9 @@ class Replace(Accuracy):
             has_padding = trainer.batcher.has_mask
             held = gate_model(trainer.model, dtype=cell.dtype, device=cell.device, has_padding=has_padding)
         with in_phase(phases, "comparing"):
-            batch = trainer.batcher.batch(before.test, torch.arange(min(NUM_EXAMPLES, len(before.test.lengths))))
+            # At random: a test set may be in the order of lengths.
+            places = torch.randperm(len(before.test.lengths), generator=torch.Generator().manual_seed(cell.seed))
+            batch = trainer.batcher.batch(before.test, places[:NUM_EXAMPLES])
             found = Replacement(
                 trained_value=before.value,
                 layers=compare_layers(before.model, trainer.model, trainer.objective, batch),

@@ -246,7 +246,7 @@ def _setting_words(setting: Setting, names: Container[str]) -> list[str]:
     return [word for name, own in words.items() if name in names for word in own]
 
 
-_HOW = ("replaces", "protocol", "overrides", "tuned", "dtype", "device", "data_parallel", "threads")
+_HOW = ("protocol", "overrides", "tuned", "dtype", "device", "data_parallel", "threads")
 
 
 def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -144,5 +144,6 @@ def _how(group: AccuracyGroup) -> str:
     # Where nothing was trained from scratch the only other start counts, and does not mix with scratch elsewhere.
     start = f", self-pretrained ({group.starts[0]})" if group.starts[0] else ""
     ranks = f", {setting.data_parallel} processes" if setting.data_parallel > 1 else ""
-    exchange = f"{setting.exchange}, " if setting.exchange else ""
-    return f"{exchange}protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}{ranks}, {version}{tuned}{start}"
+    exchange = f", {setting.exchange}" if setting.exchange else ""
+    how = f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}{ranks}, {version}"
+    return f"{how}{tuned}{start}{exchange}"

@@ -51,11 +51,11 @@ class Setting:
 
     @property
     def exchange(self) -> str:
-        """Say in whose place the variants are, and how long since; empty where they were trained."""
+        """Say in whose place the variants are, and after how many updates; empty where models train with them."""
         if not self.replaces:
             return ""
-        later = f"{self.adapt_steps:,} updates later" if self.adapt_steps else "not trained further"
-        return f"in place of {self.replaces}, {later}"
+        later = f", after {self.adapt_steps:,} updates" if self.adapt_steps else ""
+        return f"in place of {self.replaces}{later}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

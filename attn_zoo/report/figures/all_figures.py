@@ -13,6 +13,7 @@ from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.figures.breakdown_panels import draw_breakdown
 from attn_zoo.report.figures.bubbles import draw_bubbles, draw_task_means
 from attn_zoo.report.figures.error_curves import draw_error_costs, draw_errors
+from attn_zoo.report.figures.exchanges import draw_exchanges
 from attn_zoo.report.figures.learning_curves import draw_learning
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.roofline import draw_roofline
@@ -53,6 +54,7 @@ FIGURES = (
     FigureEntry("approximation-cost", "errors", "approximation", "What does nearness cost?", draw_error_costs),
     FigureEntry("bubbles", "overview", "accuracy", "What does speed cost in accuracy over tasks?", draw_task_means),
     FigureEntry("accuracy", "accuracy", "accuracy", "Which scores best, and does it beat the floors?", draw_scores),
+    FigureEntry("exchange", "accuracy", "accuracy", "What does another mechanism cost the model?", draw_exchanges),
     FigureEntry("bubbles", "accuracy", "accuracy", "What does speed cost in accuracy?", draw_bubbles),
     FigureEntry("learning", "accuracy", "accuracy", "How fast does it learn, by steps, FLOPs and time?", draw_learning),
     FigureEntry("breakdown", "accuracy", "accuracy", "On which examples does it fail?", draw_breakdown),

@@ -15,6 +15,7 @@ from attn_zoo.report.tables.error_tables import (
     error_overview_table,
     error_table,
 )
+from attn_zoo.report.tables.exchange_tables import exchange_table
 from attn_zoo.report.tables.front_table import front_errors
 from attn_zoo.report.tables.growth_tables import crossover_table, exponent_table
 from attn_zoo.report.tables.published import published_table, sources_table
@@ -76,7 +77,13 @@ def tables_by_question(analysis: Analysis) -> dict[str, list[Table]]:
         "accuracy": [
             *(overview_table(overview) for overview in analysis.overviews),
             *(table for group in analysis.accuracy for table in _accuracy(group, analysis)),
-            sources_table([group for group in analysis.accuracy if not group.metric.is_lower_better]),
+            sources_table(
+                [
+                    group
+                    for group in analysis.accuracy
+                    if not group.metric.is_lower_better and not group.setting.replaces
+                ]
+            ),
         ],
         "missing": [status_table(analysis)],
     }
@@ -97,6 +104,8 @@ def summary_tables(analysis: Analysis) -> list[Table]:
 
 
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table | None]:
+    if group.setting.replaces:
+        return [exchange_table(group), accuracy_table(group), cost_table(group) if group.setting.adapt_steps else None]
     return [
         accuracy_table(group),
         pretraining_table(group),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from attn_zoo.records import AS_TRAINED
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.breakdown import NOT_AXES
 from attn_zoo.report.analysis.floor import CHANCE
@@ -92,6 +93,13 @@ _REFERENCE = (
 )
 
 
+def _reference(group: AccuracyGroup) -> str:
+    trained = (
+        f" {capital(AS_TRAINED)}: the same models with {group.setting.replaces}." if group.setting.replaces else ""
+    )
+    return f"{_REFERENCE}{trained}" if group.references else ""
+
+
 def accuracy_table(group: AccuracyGroup) -> Table:
     """Return mean score over seeds with interval, beside floors and the exact baseline; best first."""
     rows = [_row(score) for score in group.ranked]
@@ -123,7 +131,7 @@ def accuracy_table(group: AccuracyGroup) -> Table:
                 heading=over,
             ),
             f"{size}." if size else "",
-            _REFERENCE if group.references else "",
+            _reference(group),
         ),
         columns=(
             text_column("variant", priority=0),
@@ -373,10 +381,13 @@ def overview_table(overview: Overview) -> Table:
         known = [value for value in shared if value is not None]
         mean = fmean(known) if has_mean and len(known) == len(shared) else None
         rows.append({**dict.fromkeys(rows[0]), "variant": name, "mean": mean, **marks})
+    setting = overview.groups[0].setting
     scope = overview.scope() if has_mean else "no mean: fewer than two tasks have a score of every variant"
     return Table(
         name=f"overview-{overview.name}",
-        title=f"{overview.metric.title} on all tasks, {overview.groups[0].setting.protocol}",
+        title=", ".join(
+            filter(None, (f"{overview.metric.title} on all tasks", setting.exchange, setting.protocol)),
+        ),
         notes=(
             f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
             Remark("In brackets: 95 % t-interval over seeds, each task with its own spread.", sign="["),

@@ -1,0 +1,103 @@
+"""Scores of trained models against how far the heads of another mechanism are from their own."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from attn_zoo.records import AS_TRAINED, EQUAL_WEIGHTS
+from attn_zoo.report.analysis.scores import AccuracyGroup, mean_with_interval
+from attn_zoo.report.figures.axes import draw_intervals, draw_mark, score_axis, value_axis
+from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
+from attn_zoo.report.figures.page import Page
+from attn_zoo.report.figures.style import MUTED, Looks, plain
+from attn_zoo.report.figures.svg import Tag
+from attn_zoo.report.tables.error_tables import error_text
+from attn_zoo.report.tables.exchange_tables import EQUAL_NAME, exchanges
+
+HEIGHT = 4.0
+LEAST = 1e-2
+"""An error below is drawn here: what rounds is exact, and would press all others together."""
+
+
+def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
+    """Return a point for each mechanism, and one for the mean of the values; None for models trained with theirs.
+
+    Lines are what the models score as they were trained, and what needs no attention.
+    """
+    metric = group.metric
+    found = [(score, exchanges(score)) for score in group.ranked if score.mean is not None]
+    every = [each for _, own in found for _, each in own]
+    if len(found) < 2 or not every:
+        return None
+    trained, equal = group.references[AS_TRAINED], group.floors[EQUAL_WEIGHTS]
+    control = max(fmean(each.mean_error for each in every), LEAST)
+    lines = {f"with {group.setting.replaces}": trained, **dict([group.best_mark] if group.best_mark else [])}
+    said = "; ".join(f"{name.replace('_', ' ')} {metric.show(value)}" for name, value in lines.items())
+    note = f"{group.how}\nmean over seeds with its 95 % t-interval; level lines: {said}"
+    points, values, errors = [], [*lines.values(), equal], [control]
+    for score, own in found:
+        error, *ends = mean_with_interval([each.error for _, each in own])
+        assert score.mean is not None and error is not None  # noqa: PT018  it was exchanged
+        across = None if ends[0] is None or ends[1] is None else (max(ends[0], LEAST), max(ends[1], LEAST))
+        points.append(
+            (score, max(error, LEAST), across, f"{score.name}: {metric.show(score.mean)} at {error_text(error)}")
+        )
+        values += [end for end in (score.mean, score.low, score.high) if end is not None]
+        errors += [max(error, LEAST), *(across or ())]
+    if any(error == LEAST for error in errors):
+        note += f"; at the left edge: {error_text(LEAST)} and less"
+    page = Page(f"{metric.title} against the error of heads: {group.title}", note)
+    (axes,) = page.panels(height=HEIGHT, left=0.8, right=0.3, below=0.62)
+    value_axis(axes, errors, error_text, 10, 1.5, name="x")
+    axes.set_xlabel("error of heads before any update (logarithmic)")
+    span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
+    axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
+    score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
+    inside = axes.get_window_extent()
+    taken: list[Box] = []
+    for value in lines.values():
+        draw_mark(axes, value)
+        height = float(axes.transData.transform((1.0, value))[1])
+        taken.append((inside.x0, height - 2, inside.x1, height + 2))
+    names = [PointName(EQUAL_NAME, MUTED, control, equal, 3.5)]
+    axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=3)
+    for score, error, across, tip in points:
+        look, tag = looks[score.label], Tag(of=score.name)
+        style: dict[str, Any] = {"color": look.colour, "lw": 1.0, "alpha": 0.6, "zorder": 2}
+        assert score.mean is not None
+        if score.low is not None and score.high is not None:
+            draw_intervals(axes, [(error, (score.low, score.high))], metric.bounds, tag=tag, **style)
+        if across is not None:
+            draw_intervals(axes, [(score.mean, across)], (LEAST / 2, math.inf), is_flat=True, tag=tag, **style)
+        mark = axes.plot(
+            [error], [score.mean], marker=look.marker, ms=7, mec="white", mew=0.7, color=look.colour, zorder=3
+        )
+        Tag(of=score.name, tips=(tip,)).put_on(*mark)
+        taken += _bars(axes, (error, score.mean), across, (score.low, score.high))
+        names.append(PointName(plain(score.name, 30), look.colour, error, score.mean, 3.5, of=score.name))
+    frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + 26, inside.y1 + 8)
+    draw_point_names(axes, names, frame, taken)
+    said = "; ".join([*(tip for *_, tip in points), f"{EQUAL_NAME}: {metric.show(equal)} at {error_text(control)}"])
+    return page.describe([f"{said}. As trained: {metric.show(trained)}"])
+
+
+def _bars(
+    axes: Axes,
+    at: tuple[float, float],
+    across: tuple[float, float] | None,
+    along: tuple[float | None, float | None],
+) -> list[Box]:
+    """Return what the intervals of a point cover, in pixels."""
+    boxes: list[Box] = []
+    if across is not None:
+        (left, y), (right, _) = axes.transData.transform([(end, at[1]) for end in across]).tolist()
+        boxes.append((left, y - 2, right, y + 2))
+    low, high = along
+    if low is not None and high is not None:
+        (x, bottom), (_, top) = axes.transData.transform([(at[0], low), (at[0], high)]).tolist()
+        boxes.append((x - 2, bottom, x + 2, top))
+    return boxes
