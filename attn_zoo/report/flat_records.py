@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from attn_zoo.errors import StoreError
-from attn_zoo.records import Approximation, Cell, Memory, Record, Score, Timing
+from attn_zoo.records import Approximation, Cell, Memory, Record, Replacement, Score, Timing
 
-_LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score", "approximation"}
+_LEFT_OUT = {"label", "environment", "trace", "cell", "timing", "memory", "score", "approximation", "replacement"}
 _RENAMED = {(Cell, "pass_"): "pass", (Record, "kernels"): "kernel", (Score, "peak_bytes"): "train_peak_bytes"}
-_PARTS = (Cell, Record, Timing, Memory, Score, Approximation)
+_PARTS = (Cell, Record, Timing, Memory, Score, Approximation, Replacement)
 _JOINED = {"kernel", "gate", "flags"}
 _JOINT = " + "
 
@@ -52,7 +52,7 @@ FIELDS = tuple(_stored())
 
 def flat_row(record: Record) -> dict[str, Any]:
     """Return one value for each column of `FIELDS`; what is absent is None, or empty where the column holds text."""
-    parts = record.cell, record, record.timing, record.memory, record.score, record.approximation
+    parts = record.cell, record, record.timing, record.memory, record.score, record.approximation, record.replacement
     values = {part: {} if one is None else one.values() for part, one in zip(_PARTS, parts, strict=True)}
     row: dict[str, Any] = {}
     for field in FIELDS:
@@ -68,7 +68,7 @@ def _plain(value: Any, kind: Kind) -> Any:
     if kind == "joined":
         return _JOINT.join(value or ())
     if kind == "json":
-        return "" if value is None else json.dumps(value, sort_keys=True)
+        return "" if value is None else json.dumps(value, sort_keys=True, default=asdict)
     return "" if value is None and kind == "string" else value
 
 
@@ -92,7 +92,7 @@ def record_of(row: Mapping[str, Any], source: str) -> Record:
     data: dict[str, Any] = {**parts[Record], "environment": row.get("environment") or ""}
     data["cell"] = {**parts[Cell], "label": row.get("label") or ""}
     # What a row has that has the part.
-    for part, mark in ((Timing, "median_ms"), (Score, "metric"), (Approximation, "error")):
+    for part, mark in ((Timing, "median_ms"), (Score, "metric"), (Approximation, "error"), (Replacement, "layers")):
         if mark in parts[part]:
             data[part.__name__.lower()] = parts[part]
     if parts[Memory]:

@@ -9,7 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attn_zoo.records import Approximation, Ceilings, Cell, Environment, Memory, Record, Score, Status, Timing
+from attn_zoo.records import (
+    AS_TRAINED,
+    EQUAL_WEIGHTS,
+    Approximation,
+    Ceilings,
+    Cell,
+    Environment,
+    Memory,
+    Record,
+    Replacement,
+    Score,
+    Status,
+    Timing,
+)
 
 MACHINE = Environment(
     host="0123456789ab",
@@ -130,6 +143,21 @@ def approximation(
         flops=seq_len**2 if variant == "full" else seq_len * 100,
         approximation=found if status == "ok" else None,
     )
+
+
+def exchanged(
+    variant: str, seed: int, value: float | None, *, error: float = 0.5, trained: float = 0.5, **cell: Any
+) -> Record:
+    """Return one invented score of a trained model with another mechanism; see `accuracy`."""
+    marks = {"floors": {"majority": 0.17, EQUAL_WEIGHTS: 0.2}, "references": {AS_TRAINED: trained}}
+    score = {"num_steps": 0, "best_step": 0, "train_s": 0.0, "tokens_per_s": None, "curve": (), **marks}
+    fields = {"kind": "replacement", "replaces": "full", **cell}
+    record = accuracy(variant, seed, value, score=score, **fields)
+    layer = approximation("full", 64, error).approximation
+    assert layer is not None
+    layers = (layer, replace(layer, error=2 * error))
+    found = Replacement(trained_value=trained, layers=layers, num_new_params=32 if variant == "linformer" else 0)
+    return replace(record, replacement=None if value is None else found)
 
 
 def costed(record: Record, flops: int, min_bytes: int, backward_ratio: float = 2.5) -> Record:

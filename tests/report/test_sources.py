@@ -14,7 +14,7 @@ from attn_zoo.report.compare import compare
 from attn_zoo.report.export import export, load_runs
 from attn_zoo.report.flat_records import flat_row, record_of
 from attn_zoo.report.sources import read_source
-from tests.report.synthetic import accuracy, costed, curve, scaling, tuned, write_run
+from tests.report.synthetic import accuracy, costed, curve, exchanged, scaling, tuned, write_run
 from tests.report.test_compare import timed
 
 FORMS = ("csv", "jsonl", "parquet")
@@ -30,7 +30,11 @@ def records():
         scaling("linformer", 512, 3.0, **step),
         accuracy("full", 0, 0.25, score={"curve": curve(0.1, 0.25), "train_flops": 1e18, "correct": ""}),
         accuracy("full", 1, None, status="diverged"),
-        *(replace(one, score=replace(one.score, correct="")) for one in tuned("luna", {0.1: [0.5]}) if one.score),
+        *(
+            replace(one, score=replace(one.score, correct=""))
+            for one in (*tuned("luna", {0.1: [0.5]}), exchanged("linformer", 0, 0.25, adapt_steps=5))
+            if one.score
+        ),
     ]
 
 

@@ -1,0 +1,94 @@
+"""What an exchanged mechanism does to trained models, as tables, figures and sentences say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.figures.all_figures import make_pictures
+from attn_zoo.report.tables.all_tables import make_tables
+from attn_zoo.report.tables.exchange_tables import exchange_table
+from attn_zoo.report.tables.score_tables import accuracy_table
+from tests.report.figures.legible import assert_legible
+from tests.report.synthetic import CLAIMS, accuracy, exchanged, write_run
+
+SCORES = {"full": (0.50, 0.52, 0.48), "bigbird": (0.49, 0.50, 0.48), "linformer": (0.21, 0.20, 0.25)}
+ERRORS = {"full": 1e-7, "bigbird": 0.05, "linformer": 0.8}
+
+
+def records(**cell):
+    return [
+        exchanged(name, seed, value, error=ERRORS[name], trained=SCORES["full"][seed], **cell)
+        for name, own in SCORES.items()
+        for seed, value in enumerate(own)
+    ]
+
+
+def analysis(tmp_path, found):
+    return analyse([write_run(tmp_path / "run", found, variants=CLAIMS)])
+
+
+def test_rows_are_what_models_lose_and_how_far_heads_are(tmp_path):
+    (group,) = analysis(tmp_path, records()).accuracy
+    table = exchange_table(group)
+    assert table is not None
+    rows = {row["variant"]: row for row in table.rows}
+    assert list(rows) == ["full", "bigbird", "linformer", "mean of the values"]
+    assert rows["full"]["difference"] == 0.0
+    assert rows["linformer"]["difference"] == pytest.approx(0.22 - 0.5)
+    # differences -0.29, -0.32, -0.23: standard deviation 0.0458, t(0.975, 2) = 4.3027
+    assert rows["linformer"]["difference_low"] == pytest.approx(-0.28 - 4.3027 * 0.0458258 / 3**0.5, abs=1e-5)
+    assert rows["bigbird"]["error"] == pytest.approx(0.05 * (5 / 2) ** 0.5), "root of the mean square of 0.05 and 0.1"
+    assert rows["bigbird"]["by_layer"] == "0.05, 0.1"
+    assert rows["linformer"]["num_new_params"] == 32
+    assert (rows["mean of the values"]["score"], rows["mean of the values"]["error"]) == (0.2, pytest.approx(0.9))
+    assert "put in its place" in table.note
+
+
+def test_what_was_trained_and_what_was_exchanged_are_never_in_one_table(tmp_path):
+    trained = [accuracy(name, seed, value) for name, own in SCORES.items() for seed, value in enumerate(own)]
+    found = analysis(tmp_path, [*trained, *records(), *records(adapt_steps=100)])
+    assert [group.title for group in found.accuracy] == [
+        "listops (short)",
+        "listops (short, in place of full)",
+        "listops (short, in place of full, after 100 updates)",
+    ]
+    assert len({group.name for group in found.accuracy}) == 3
+    assert [exchange_table(group) is None for group in found.accuracy] == [True, False, False]
+    names = [table.name for table in make_tables(found)]
+    assert sum(name.startswith("exchange-") for name in names) == 2
+    published = [name for name in names if name.startswith("published-") and name != "published-sources"]
+    assert len(published) == 1, "published models were trained with theirs"
+    assert not found.overviews
+
+
+def test_the_reference_is_said_to_be_the_same_models(tmp_path):
+    (group,) = analysis(tmp_path, records()).accuracy
+    table = accuracy_table(group)
+    assert "As_trained: the same models with full." in table.note
+    assert [row["variant"] for row in table.rows][3] == "reference: as_trained"
+
+
+def test_a_mechanism_that_failed_has_its_word(tmp_path):
+    failed = exchanged("moba", 0, None, status="diverged")
+    (group,) = analysis(tmp_path, [*records(), failed]).accuracy
+    table = exchange_table(group)
+    assert table is not None
+    row = next(row for row in table.rows if row["variant"] == "moba")
+    assert (row["score"], row["error"]) == (None, None)
+    assert "diverged" in row["failed"]
+
+
+def test_figures_of_exchanges_are_legible_and_say_what_they_show(tmp_path):
+    found = make_pictures(analysis(tmp_path, records()))
+    assert [picture.name.partition("-")[0] for picture in found] == ["accuracy", "exchange"]
+    for picture in found:
+        assert_legible(picture.figure)
+    assert "linformer: 22.0 % at 1.26" in found[1].alt
+    assert "mean of the values: 20.0 % at 0.9" in found[1].alt
+    assert "As trained: 50.0 %" in found[1].alt
+
+
+def test_one_mechanism_alone_draws_no_figure(tmp_path):
+    names = [picture.name for picture in make_pictures(analysis(tmp_path, records()[:3]))]
+    assert not any(name.startswith("exchange-") for name in names)
