@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from attn_zoo.records import Approximation, Memory, Record, Score, Timing
+from attn_zoo.records import Approximation, Memory, Record, Replacement, Score, Timing
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.export import COLUMNS
 from attn_zoo.report.measurements import CALLS, COSTS
@@ -18,9 +18,10 @@ PARTS = {
     "memory": Memory,
     "score": Score,
     "approximation": Approximation,
+    "replacement": Replacement,
 }
 RENAMED = {"kernels": "kernel"}  # joined
-LEFT_OUT = {"cell", "timing", "memory", "score", "approximation", "trace"}
+LEFT_OUT = {"cell", "timing", "memory", "score", "approximation", "replacement", "trace"}
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)

@@ -79,7 +79,7 @@ def test_to_compile_is_no_choice_of_a_call():
 
 
 def test_a_matrix_without_groups_hears_of_every_kind():
-    kinds = "[[scaling]], [[decode]], [[step]], [[approximation]], [[accuracy]]"
+    kinds = "[[scaling]], [[decode]], [[step]], [[approximation]], [[accuracy]], [[replacement]]"
     assert f"expected at least one group ({kinds}); got none" in problems()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from attn_zoo.report.figures.all_figures import FIGURES
 from tests.report.figures.legible import assert_legible, pictures
-from tests.report.synthetic import CLAIMS, accuracy, approximation, costed, curve, roof, scaling, tuned
+from tests.report.synthetic import CLAIMS, accuracy, approximation, costed, curve, exchanged, roof, scaling, tuned
 
 
 def everything(tmp_path):
@@ -17,6 +17,7 @@ def everything(tmp_path):
         value = 0.3 + 0.1 * place
         records += [accuracy(name, seed, value, task=task, score=score) for task in ("a", "b") for seed in (0, 1)]
         records += tuned(name, {1e-4: (0.3, 0.4), 1e-3: (0.5, 0.5)})
+        records += [exchanged(name, seed, value, error=0.2 * place) for seed in (0, 1)]
         small: dict[str, Any] = {"label": f"{name} small", "options": {"size": 4}}
         for seed in (0, 1):
             records += [approximation(name, n, value * (1 + 0.1 * seed), seed=seed) for n in lengths]
