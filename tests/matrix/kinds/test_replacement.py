@@ -15,17 +15,20 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.attention.oracle import attention_weights
 from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.drive.engines.local import LocalEngine
+from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.kinds import replacement
 from attn_zoo.matrix.kinds.replacement import EqualWeights, give_weights, with_equal_weights
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
+from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import REPLACEMENT_VERSION, Cell, Record
 from attn_zoo.registry import make_config, variants
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.objective import objective_for
 from attn_zoo.training.protocol import resolve_protocol
 from attn_zoo.training.weights import load_trained
-from tests.matrix.conftest import run_cell
+from tests.matrix.conftest import TINY_TRAINING, run_cell
 from tests.training.toy_task import TINY, toy_task
 
 WINDOW = {"name": "local_window", "options": {"window_size": 2}}
@@ -328,3 +331,42 @@ def test_a_mechanism_that_breaks_fails_its_gate(weights):
     assert record.status == "gate_failed", record.reason
     assert record.score is None
     assert record.replacement is None
+
+
+def test_a_run_keeps_each_model_and_goes_on_from_it(tmp_path):
+    """In processes of their own, two at once; a variant that is added later meets the models that are there."""
+    store = Store(tmp_path / "run")
+    group = {"of": "full", "task": "fake_task", "overrides": TINY_TRAINING, "seeds": [0, 1], "device": "cpu"}
+
+    def ran(names: list[Any]) -> dict[str, int]:
+        matrix = parse_matrix({"name": "test", "replacement": [{**group, "variants": names}]}, "test.toml")
+        return run(make_plan(matrix), store, engine=LocalEngine(2)).counts
+
+    assert ran(["full", WINDOW]) == {"ok": 4}
+    models = {path: path.stat().st_mtime_ns for path in store.weights.glob("*.safetensors")}
+    assert len(models) == 2
+    assert ran(["full", WINDOW, "linear_attention"]) == {"ok": 6}
+    assert {path: path.stat().st_mtime_ns for path in store.weights.glob("*.safetensors")} == models
+    values = {record.cell.seed: set[float]() for record in store.records()}
+    for record in store.records():
+        assert record.replacement is not None
+        values[record.cell.seed].add(record.replacement.trained_value)
+    assert [len(own) for own in values.values()] == [1, 1]
+
+
+def test_bfloat16_scores_under_autocast(weights):
+    record = exchanged(weights, WINDOW, dtypes="bfloat16")
+    assert record.score.value == pytest.approx(exchanged(weights, WINDOW).score.value, abs=0.15)
+    assert record.cell.id.endswith("/bf16/for-full/seed0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapt_steps", [0, 4])
+def test_models_on_a_gpu(weights, adapt_steps):
+    for name in ("full", WINDOW):
+        record = exchanged(weights, name, device="cuda", adapt_steps=adapt_steps)
+        (layer,) = record.replacement.layers
+        (on_host,) = exchanged(weights, name).replacement.layers
+        if name == "full":
+            assert layer.error == layer.rounding_error < 1e-5
+        assert 0.2 < layer.mean_error / on_host.mean_error < 5, "trained apart, so alike and not equal"
