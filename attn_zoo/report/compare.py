@@ -133,8 +133,7 @@ class Comparison:
     def tables(self, most: int | None = None) -> list[Table]:
         """Return what both runs have, for people: times, errors and scores.
 
-        Args:
-            most: rows of a table; of more, those that differ most, the worst first. None for all.
+        Of more than `most` rows a table has those that differ most, the worst first.
 
         Raises:
             ConfigError: they have nothing in common; the message names what differs.
@@ -185,10 +184,7 @@ class Comparison:
         return "; ".join([said, *others]) + (f": they differ in {why}" if why else "")
 
     def markdown(self, worst: int = 10) -> str:
-        """Return a comment for a pull request: what became worse, the most different cells, all others folded away.
-
-        Args:
-            worst: rows of the table that is open.
+        """Return a comment for a pull request: what is worse, so many most different cells, all others folded away.
 
         Raises:
             ConfigError: as `tables`.

@@ -108,11 +108,7 @@ def held_words(pass_: str) -> str:
 
 
 def doubt_words(process_counts: Iterable[int]) -> str:
-    """Return the sentence that says what intervals of times know, or an empty string where there are none.
-
-    Args:
-        process_counts: in how many processes each time was sampled.
-    """
+    """Return what intervals of times know that were sampled in so many processes each; an empty string for none."""
     counts = sorted(set(process_counts))
     if not counts:
         return ""
@@ -231,11 +227,6 @@ def ceilings_words(ceilings: Ceilings) -> str:
 
 
 def failure_words(statuses: Iterable[str], num_runs: int) -> str:
-    """Return what became of runs without a score, such as `diverged 1 of 3`.
-
-    Args:
-        statuses: of the runs without a score.
-        num_runs: those with a score included.
-    """
+    """Return what became of runs without a score, such as `diverged 1 of 3`: all runs are counted."""
     counts = Counter(outcome(status).word for status in statuses)
     return ", ".join(f"{word} {count} of {num_runs}" for word, count in sorted(counts.items()))

@@ -71,11 +71,7 @@ class Analysis:
 
 
 def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:
-    """Read results folders and group what they say.
-
-    Args:
-        dirs: where results are.
-        is_brief: of a folder with very many records only those of a few panels are wanted, as for a report.
+    """Read results folders and group what they say; if brief, of very many records in one those of a few panels.
 
     Raises:
         ConfigError: a directory is not a results folder.

@@ -92,12 +92,6 @@ def efficiencies(
     """Return the points of each series that has formulas, shortest first; nothing without measured ceilings.
 
     A variant that computes dense scores underneath has none either: its formula is not what ran.
-
-    Args:
-        every: the curves of a panel.
-        speed_up: a label at a length beside exact attention.
-        pass_: what was timed.
-        ceilings: of the machine.
     """
     if ceilings is None or pass_ not in PASSES:
         return {}

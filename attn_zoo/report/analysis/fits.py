@@ -260,13 +260,9 @@ def crossings(
     quantity: Quantity,
     pairs_of: Callable[[Series, Series], Pairs] = same_lengths,
 ) -> list[Crossing]:
-    """Compare every approximate series with exact attention, and with each exact series where there are several.
+    """Compare every approximate series with the fastest exact one of each length, and with each of several.
 
-    Args:
-        every: the curves of a panel.
-        fastest: of the exact ones, at each length.
-        quantity: what is compared.
-        pairs_of: an approximate series and an exact one.
+    The points that are compared are `pairs_of` an approximate series and an exact one.
     """
     exact = [series for series in every if series.is_exact and series.points]
     if fastest is None:

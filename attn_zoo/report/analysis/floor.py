@@ -86,15 +86,9 @@ def judge(
     marks: Mapping[str, float],
     metric: Metric,
 ) -> Standing | None:
-    """Return where `value` stands, or None where neither chance nor a floor is known.
+    """Return where a mean score with its interval over seeds stands, or None where neither chance nor a floor is known.
 
-    Args:
-        value: mean score.
-        low: lower end of its interval over seeds, or None.
-        high: upper end.
-        num_examples: in the test set, or None.
-        marks: what chance and trivial models score, by name.
-        metric: says which direction is the better one.
+    `marks` are what chance and trivial models score, by name.
     """
     if not marks:
         return None
@@ -120,10 +114,7 @@ def near_marks(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the marks that a figure of `values` has room for, and those so far off that they would flatten it.
 
-    Args:
-        values: what is drawn.
-        marks: chance and floors by name; the best of them always has room.
-        metric: says which is the best.
+    The best of them always has room.
     """
     if not marks:
         return {}, {}

@@ -92,9 +92,7 @@ class Results:
 def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None = None) -> Results:
     """Read all `dirs` (results folders or what else `read_source` reads; a string or a path is one).
 
-    Args:
-        dirs: where results are.
-        choose: of very many records in one of them; see `attn_zoo.folder.read_run`.
+    Of very many records in one of them those that `choose` wants are read; see `attn_zoo.folder.read_run`.
 
     Raises:
         ConfigError: none was given, or one holds no results.
@@ -171,11 +169,9 @@ def _usual_environment(run: Run) -> str:
 
 
 def distinct_labels(cells: Sequence[Cell], *, has_versions: bool = True) -> list[str]:
-    """Return labels, made longer where one label stands for several mechanisms.
+    """Return labels of all cells that are shown together, longer where one label stands for several mechanisms.
 
-    Args:
-        cells: all that are shown together.
-        has_versions: two versions of a variant's source are two mechanisms, as are other options.
+    Other options make another mechanism; so does, where it `has_versions`, another source of the variant.
     """
     labels = _compiled_apart(cells)
     # A digest covers what its kind of cell runs, so only digests of one kind tell versions apart.

@@ -155,10 +155,7 @@ class Panel:
     def speed_up(self, label: str, length: int, over: Series | None = None) -> SpeedUp | None:
         """Return a variant beside exact attention; None for an exact one, and where either was not measured.
 
-        Args:
-            label: of the variant.
-            length: tokens.
-            over: the exact series to compare with; None for one that was timed in turns with it, else the fastest.
+        It is compared with `over`, by default an exact one that was timed in turns with it, else the fastest.
         """
         series = next(one for one in self.series if one.label == label)
         return None if series.is_exact else self.beside_exact(series, length, over)
@@ -183,12 +180,7 @@ class Panel:
         return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
 
     def crossing(self, label: str, *, is_device: bool = False) -> Crossing | None:
-        """Return where `label` gets faster than what its speed-up is over, if both were measured.
-
-        Args:
-            label: of the approximate series.
-            is_device: on the GPU alone.
-        """
+        """Return where `label` gets faster, as calls or on the GPU alone, than what its speed-up is over, if known."""
         every = self.device_crossings if is_device else self.crossings
         return next((one for one in every if one.is_main and one.label == label), None)
 

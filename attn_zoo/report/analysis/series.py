@@ -134,10 +134,7 @@ def joint_doubts(points: Iterable[Point]) -> tuple[str, ...]:
 def doubt_counts(points: Sequence[Point], shown: Container[str], without: str = "") -> str:
     """Return how many times are doubtful and why, with the marks that are shown; empty where all is well.
 
-    Args:
-        points: all of which some may be doubtful.
-        shown: doubts whose marks stand beside numbers.
-        without: a doubt that is told elsewhere.
+    One doubt is left out that is told elsewhere.
     """
     counts, total, said = Counter(doubt for point in points for doubt in point.doubts), len(points), list[str]()
     for doubt, (mark, words, _) in MARKS.items():
@@ -213,14 +210,11 @@ class Series:
 
 
 def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
-    """Return the lengths at which a call on a GPU waits for the host that launches it.
+    """Return the lengths of one curve, whose points ascend, at which a call on a GPU waits for the host.
 
     Where the time of the device alone is known, it decides. Elsewhere: the host's time is that of the last length up to
     which time hardly grew, and every call that takes about as long waits for it, but for the longest ones, as far down
     as they lie on one line of a slope that the host's time, which does not grow, cannot have.
-
-    Args:
-        points: of one curve, shortest first.
     """
     on_gpu = [point for point in points if point.record.cell.device == "cuda" and point.median_ms > 0]
     waiting, host_ms, slowest, before = set(), 0.0, 0.0, 0

@@ -216,12 +216,7 @@ def _order(values: Mapping[str, Any]) -> list[tuple[str, bool, float, str]]:
 
 
 def unequal_trials(title: str, trials: Mapping[str, Sequence[Trial]]) -> str:
-    """Return a warning where not every label got the same trials, or an empty string.
-
-    Args:
-        title: of the group.
-        trials: by label, those that could run at all.
-    """
+    """Return a warning where not every label, of those that could run at all, got the same trials; else nothing."""
     choices = {name: {json.dumps(dict(trial.values), sort_keys=True) for trial in own} for name, own in trials.items()}
     if len(set(map(frozenset, choices.values()))) < 2:
         return ""

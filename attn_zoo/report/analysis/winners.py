@@ -76,12 +76,7 @@ def speed_up(
 ) -> SpeedUp | None:
     """Return a point beside exact attention that was timed in turns with it; else beside the fastest, if there is one.
 
-    Args:
-        label: of the point.
-        point: with the samples of all its processes.
-        fastest: label and point of the fastest exact one.
-        bundles: of this length.
-        exact: labels of exact ones.
+    `bundles` are those of its length, `exact` the labels that may be compared with.
     """
     pairs = []
     for members in bundles:

@@ -117,10 +117,7 @@ def figure_names(analysis: Analysis) -> list[str]:
 def draw_pictures(analysis: Analysis, start: str = "", panels: Sequence[Panel] | None = None) -> Iterator[Picture]:
     """Yield what can be drawn from the records: nothing for an empty run.
 
-    Args:
-        analysis: of the records.
-        start: of the names of figures.
-        panels: to draw beside all trainings; by default every one.
+    Drawn are figures whose names begin with `start`; of scaling those of `panels`, by default of every one.
     """
     claims = {label: analysis.results.claim(variant) for label, variant in analysis.variants.items()}
     looks = make_looks(analysis.labels, {label for label, claim in claims.items() if claim and claim.is_exact})

@@ -53,13 +53,7 @@ def log_axis(
 ) -> None:
     """Set up a logarithmic axis from `low` to `high` with no more ticks than there is room for, in people's units.
 
-    Args:
-        axes: to change.
-        name: which of the two.
-        low: positive limit.
-        high: positive limit.
-        show: text of a tick.
-        base: 10 for times and rates, 2 for bytes and factors.
+    The base is 10 for times and rates, 2 for bytes and factors.
     """
     axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
     bottom, top = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
@@ -119,26 +113,15 @@ def draw_curve(
     line: Line,
     *,
     is_open: bool = False,
-    alpha: float | None = None,
     tag: Tag = NO_TAG,
 ) -> None:
-    """Draw a line with markers, which are hollow where `is_open`.
-
-    Args:
-        axes: to draw on.
-        points: ascending; nothing is drawn for none.
-        look: of the curve.
-        line: its style.
-        is_open: hollow marks.
-        alpha: of both; None for opaque ones.
-        tag: of the curve, with a tip for each point.
-    """
+    """Draw a line with markers, which are hollow where `is_open`; nothing for no points. The tag has a tip for each."""
     if not points:
         return
     x, y = [x for x, _ in points], [y for _, y in points]
     face, edge, width = ("white", look.colour, 1.2) if is_open else (look.colour, "white", 0.7)
     marker = {"marker": look.marker, "ms": 5.5, "mfc": face, "mec": edge, "mew": width}
-    style = {"color": look.colour, "ls": line, "lw": 1.9, "alpha": alpha, "zorder": 3, **marker}
+    style = {"color": look.colour, "ls": line, "lw": 1.9, "zorder": 3, **marker}
     tag.put_on(*axes.plot(x, y, clip_on=False, **style))  # type: ignore[arg-type]
 
 
@@ -153,15 +136,8 @@ def draw_intervals(
 ) -> None:
     """Draw bars between two ends; one that reaches the last possible value is cut there, which an arrow head says.
 
-    All are one line with gaps, as a line of matplotlib each takes longer to draw than everything else of a curve.
-
-    Args:
-        axes: to draw on.
-        bars: where each stands on the other axis, and its lower and upper end.
-        possible: the least and the largest possible value.
-        is_flat: they lie along the first axis.
-        tag: of the curve that they belong to.
-        style: of matplotlib's lines.
+    A bar is where it stands on the other axis, and its two ends; flat ones lie along the first axis. All are one line
+    with gaps, as a line of matplotlib each takes longer to draw than everything else of a curve.
     """
     (least, most), gap = possible, (math.nan, math.nan)
     line, low, high = [], [], []
@@ -196,15 +172,9 @@ def annotate(
     is_share: bool = False,
     **style: Any,
 ) -> Annotation:
-    """Write small words near a point.
+    """Write small words so many points off a place, which may lie outside the axes.
 
-    Args:
-        axes: that hold the point, which may lie outside them.
-        words: what to write.
-        at: the point, in data.
-        offset: from the point, in points.
-        is_share: the first coordinate is a share of the width of the axes.
-        style: of matplotlib's text.
+    The place is in data; if `is_share`, its first coordinate is a share of the width of the axes.
     """
     near: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "annotation_clip": False}
     near["xycoords"] = ("axes fraction", "data") if is_share else "data"

@@ -57,13 +57,7 @@ def row_axes(page: Page, rows: Sequence[DotRow], *, below: float = 0.0) -> Axes:
 
 
 def draw_rows(axes: Axes, rows: Sequence[DotRow], possible: tuple[float, float]) -> None:
-    """Draw the rows; limits and scale across must be final.
-
-    Args:
-        axes: from `row_axes`.
-        rows: of them.
-        possible: least and largest possible value, at which intervals are cut.
-    """
+    """Draw rows on axes of `row_axes`, whose limits and scale must be final; intervals are cut at what is possible."""
     for place, row in enumerate(rows):
         own, colour = Tag(of=row.label), row.look.colour
         name = {"fontsize": _NAME_SIZE, "fontweight": "bold", "color": colour}

@@ -40,11 +40,7 @@ class Shades:
 def weight_shades(values: NDArray[np.float32], limit: float | None = None) -> Shades:
     """Return one hue for weights that are nowhere negative, and two where they are, darkest at the same size.
 
-    White is zero, blue is positive, red is negative.
-
-    Args:
-        values: all that will be drawn.
-        limit: size of the darkest value; by default the largest there is.
+    White is zero, blue is positive, red is negative. The darkest has the size `limit`, by default the largest there is.
     """
     largest = float(np.abs(values).max(initial=0.0))
     limit = (largest if limit is None else limit) or 1.0
@@ -71,15 +67,9 @@ def draw_squares(axes: Axes, values: NDArray[Any], shades: Shades, *, is_upwards
 def draw_colour_bar(
     page: Page, panel: Axes, shades: Shades, show: Callable[[float], str], words: str = "", *, max_height: float = 4.0
 ) -> Axes:
-    """Draw the colours with their numbers, and what they mean; return the axes, whose heights are values.
+    """Draw the colours right of a panel, with their numbers and what they mean.
 
-    Args:
-        page: that holds the panel.
-        panel: the bar stands to its right.
-        shades: what it shows.
-        show: text of a number.
-        words: what the values are.
-        max_height: inches, where the panel is higher.
+    Return the axes, whose heights are values: no higher than the panel, and than so many inches.
     """
     axes = page.beside(panel, gap=0.15, width=0.14, max_height=max_height)
     low, high = float(shades.norm.vmin or 0.0), float(shades.norm.vmax or 1.0)

@@ -86,12 +86,7 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
     """Write the labels right of `axes`, each joined to its point by a thin line.
 
     That of a point far from the right edge crosses the panel: it is dotted and grey, so that nobody takes it for data.
-    Limits and scales of the axes must be final.
-
-    Args:
-        axes: that hold the points.
-        labels: one per curve.
-        is_below_strip: other names stand above, so the labels must stay lower.
+    Limits and scales of the axes must be final. Below a strip, where other names stand, labels stay lower.
     """
     if not labels:
         return
@@ -135,13 +130,9 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
-    """Return centres as near as possible to `wanted` (least squares) that keep their order and do not overlap.
+    """Return centres as near as possible to the ascending `wanted` (least squares) at which labels do not overlap.
 
-    Args:
-        wanted: centres, ascending.
-        heights: of each label, in the same unit.
-        low: lower edge of the space; when it is too small the labels keep their distances and leave it at the top.
-        high: upper edge.
+    Where the space from `low` to `high` is too small they keep their distances and leave it at the top.
 
     >>> spread([1.0, 1.0], [1.0, 1.0], 0.0, 10.0)
     [0.5, 1.5]
@@ -204,13 +195,8 @@ def mark_boxes(axes: Axes, names: Sequence[PointName]) -> list[Box]:
 def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: Sequence[Box]) -> None:
     """Write each name as near to its point as it can stand, joined by a thin line where that is not beside it.
 
-    Limits and scales of the axes must be final.
-
-    Args:
-        axes: that hold the points.
-        names: one per point; the most crowded points get their places first.
-        frame: names stay inside.
-        taken: what they must not cover, besides each other and the marks.
+    The most crowded points get their places first. Names stay inside the frame, and off each other, the marks and what
+    is taken. Limits and scales of the axes must be final.
     """
     figure = _figure_of(axes)
     marks = mark_boxes(axes, names)

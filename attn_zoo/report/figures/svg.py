@@ -124,9 +124,7 @@ def dark_rules(colours: Iterable[str]) -> str:
 def inline_figures(figures: Sequence[bytes]) -> tuple[str, list[Drawing]]:
     """Return the shared definitions, markup for a `defs` element of the same page, and the figures that refer to them.
 
-    Args:
-        figures: SVG as `render` writes it. The identifier of a definition follows from what it draws, so those of one
-            name are one.
+    In SVG that `render` wrote the identifier of a definition follows from what it draws: those of one name are one.
     """
     definitions: dict[str, str] = {}
     drawings = []

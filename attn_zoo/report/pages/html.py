@@ -42,13 +42,7 @@ from attn_zoo.report.units import clean, human_bytes
 def build_page(
     analysis: Analysis, tables: Mapping[str, Sequence[Table]], pictures: Sequence[tuple[Picture, bytes]]
 ) -> str:
-    """Return the HTML text: the answer on top, all else folded away under it by question.
-
-    Args:
-        analysis: what the page is about.
-        tables: by the name of the question, in order; see `QUESTIONS`.
-        pictures: in order, each with its SVG.
-    """
+    """Return the HTML text: the answer on top, all else folded away under it by question (see `QUESTIONS`)."""
     definitions, drawings = inline_figures([svg for _, svg in pictures])
     figures = [(picture, drawing) for (picture, _), drawing in zip(pictures, drawings, strict=True)]
     front = front_picture(analysis, [picture for picture, _ in pictures])

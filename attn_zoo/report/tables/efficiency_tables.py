@@ -44,12 +44,7 @@ def _conventions(*panels: Panel) -> str:
 
 
 def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | None:
-    """Return the measured lengths with their rates; None where no run has measured ceilings.
-
-    Args:
-        analysis: of the runs.
-        is_brief: the longest length of each variant only.
-    """
+    """Return measured lengths, or if brief the longest of each variant, with their rates; None without ceilings."""
     panels = [panel for panel in analysis.panels if panel.efficiency]
     if not panels:
         return None

@@ -134,10 +134,7 @@ _QUANTITIES = {"time": "time", "device": "time of the GPU", "peak_bytes": "memor
 def crossing_text(crossing: Crossing, shown: Container[str] = (), *, waits: str = "calls wait for the host") -> str:
     """Return where it gets cheaper, in words that say no more than the intervals do; figures and sentences use these.
 
-    Args:
-        crossing: of one curve and the exact one.
-        shown: doubts that get a mark behind it.
-        waits: what is said where calls wait for the host on either side.
+    `waits` is said where calls wait for the host on either side.
     """
     return marked(_crossing_words(crossing, waits), marks_of(crossing.doubts, shown))
 

@@ -81,9 +81,7 @@ def load_published() -> tuple[Source, ...]:
 def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table | None:
     """Return what others printed for the task of `group` beside our scores, or None where nothing is known.
 
-    Args:
-        group: ours; every level of the task gets the table, and its note says which one the others used.
-        variants: registered name of each of our labels.
+    Every level of the task gets the table, and its note says which one the others used.
     """
     task = group.setting.task
     sources = [source for source in load_published() if task in source.levels]

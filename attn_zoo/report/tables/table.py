@@ -184,15 +184,9 @@ def interval_column(
     show_end: Callable[[float], str] | None = None,
     marks: str = "",
 ) -> Column:
-    """Return a column of `value [low, high]`; the ends may be written shorter than the value.
+    """Return a column of `value [low, high]` of `interval_values`, and of the marks behind it, where these have a key.
 
-    Args:
-        heading: above it.
-        key: of the value; see `interval_values`.
-        show: a value.
-        priority: see `Column`.
-        show_end: an end, where that is written shorter.
-        marks: key of the marks behind them; empty for none.
+    The ends may be written shorter than the value.
     """
     end = show_end or show
 
@@ -225,12 +219,7 @@ def interval_values(key: str, value: float | None, low: float | None, high: floa
 def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     """Return a column of a median time with its interval and the marks of `marks`, or of what became of the cell.
 
-    All times have one unit.
-
-    Args:
-        heading: above it.
-        suffix: of the keys `median_ms`, `low_ms` and `high_ms`.
-        priority: see `Column`.
+    All times have one unit. The suffix is that of the keys `median_ms`, `low_ms` and `high_ms`.
     """
     median, low, high = (f"{name}_ms{suffix}" for name in ("median", "low", "high"))
 
