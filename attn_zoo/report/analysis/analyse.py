@@ -11,6 +11,7 @@ from attn_zoo.report.analysis.approximation_errors import ErrorGroup, make_error
 from attn_zoo.report.analysis.observations import Results, read_results
 from attn_zoo.report.analysis.panels import Panel, choose_panels, make_panels, measured_size
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
+from attn_zoo.report.analysis.series import Point, shown_doubts
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
 from attn_zoo.report.units import human_length
 
@@ -63,6 +64,16 @@ class Analysis:
         ranked = sorted(self.panels, key=measured_size, reverse=True)
         chosen = {panel.name for panel in ranked[:FEW_PANELS]}
         return tuple(panel for panel in self.panels if panel.name in chosen)
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """All that was timed, in all panels."""
+        return [point for panel in self.panels for point in panel.points]
+
+    @cached_property
+    def shown_doubts(self) -> frozenset[str]:
+        """The doubts that get a mark in tables of all panels."""
+        return shown_doubts(self.points)
 
     @property
     def caveats(self) -> str:

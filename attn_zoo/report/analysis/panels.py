@@ -14,7 +14,7 @@ from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
-from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series
+from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series, shown_doubts
 from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, speed_up, winners
 from attn_zoo.report.units import unique_name
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
@@ -105,6 +105,11 @@ class Panel:
     def points(self) -> list[Point]:
         """All measured lengths of all series."""
         return [point for series in self.series for point in series.points]
+
+    @cached_property
+    def shown_doubts(self) -> frozenset[str]:
+        """The doubts of its points that get a mark beside their number."""
+        return shown_doubts(self.points)
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -131,6 +131,13 @@ def joint_doubts(points: Iterable[Point]) -> tuple[str, ...]:
     return tuple(mark for mark in MARKS if mark in found)
 
 
+def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
+    """Return the doubts that get a mark beside their number: what is true of all of them is said once instead."""
+    every = [frozenset(point.doubts) for point in points]
+    found = frozenset[str]().union(*every)
+    return found - {"alone"} if all("alone" in doubts for doubts in every) else found
+
+
 def doubt_counts(points: Sequence[Point], shown: Container[str], without: str = "") -> str:
     """Return how many times are doubtful and why, with the marks that are shown; empty where all is well.
 

@@ -22,7 +22,6 @@ from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
-from attn_zoo.report.tables.time_tables import shown_doubts
 from attn_zoo.report.units import human_bytes, human_length, human_ms, human_slope, ratio, ratio_interval, some
 from attn_zoo.report.wording import MARKS, held_words, marks_of
 
@@ -87,7 +86,6 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         shade = {"marker": "s", "ms": 8, "alpha": 0.18, "mew": 0, "lw": 0}
         legend.append(Line2D([], [], color=MUTED, label="shaded: calls wait for the host", **shade))  # type: ignore[arg-type]
     ends = [(length, value) for curve in curves for length, value in (*curve.own, *curve.calls) if value > 0]
-    shown = shown_doubts(panel.points)
 
     def draw(axes: Axes) -> None:
         _shade_waiting(axes, curves, panel.lengths)
@@ -102,9 +100,9 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
         show=human_ms,
         base=10,
         legend=legend,
-        details=lambda curve: (_growth_words(panel.time[curve.label], shown), *_wins(panel, curve, shown)),
+        details=lambda curve: (_growth_words(panel.time[curve.label], panel.shown_doubts), *_wins(panel, curve)),
         draw=draw,
-        note=_doubtful(panel, curves, shown),
+        note=_doubtful(panel, curves),
         said=lambda curve: _exponent_words(panel.time[curve.label]),
     )
     return draw_chart(panel, looks, curves, chart)
@@ -137,7 +135,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     """Return the factor over the fastest exact kernel at each length; None without a baseline or another curve."""
     if panel.baseline is None:
         return None
-    shown, every = shown_doubts(panel.points), dict[tuple[str, int], SpeedUp]()
+    every: dict[tuple[str, int], SpeedUp] = {}
 
     def mark(series: Series, point: Point) -> Mark | None:
         found = panel.beside_exact(series, point.seq_len)
@@ -163,7 +161,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
 
     def marks(curve: Curve) -> str:
         doubts = every[curve.label, curve.best[-1][0]].doubts
-        return marks_of(doubts, shown - {"host"})  # hollow marks say that
+        return marks_of(doubts, panel.shown_doubts - {"host"})  # hollow marks say that
 
     def is_baseline(curve: Curve) -> bool:
         return all(every[curve.label, mark.length].is_itself for mark in curve.marks)
@@ -180,9 +178,9 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         legend=[_marker(f"{_ratio_words(drawn)}; bars: 95 % interval")],
         details=lambda curve: (
             marked(f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}", marks(curve)),
-            *_wins(panel, curve, shown),
+            *_wins(panel, curve),
         ),
-        note=_doubtful(panel, curves, shown),
+        note=_doubtful(panel, curves),
         extra_labels=[EndLabel(baseline, (f"exact: {ratio(1)}",), INK, max(panel.exact), 1.0)],
         extra_values=[1.0],
         draw=_draw_ones,
@@ -234,24 +232,24 @@ def _growth_words(grown: Growth, shown: Container[str]) -> str:
     return f"claimed N^{claimed:g}" if claimed is not None and not grown.slopes else ""
 
 
-def _wins(panel: Panel, curve: Curve, shown: Container[str]) -> list[str]:
+def _wins(panel: Panel, curve: Curve) -> list[str]:
     """Return from where a curve is the cheaper one, of the GPU alone and as calls."""
-    alone = _crossing_words(panel, panel.crossing(curve.label, is_device=True), shown)
-    calls = _crossing_words(panel, panel.crossing(curve.label), shown)
+    alone = _crossing_words(panel, panel.crossing(curve.label, is_device=True))
+    calls = _crossing_words(panel, panel.crossing(curve.label))
     return [f"{alone} (GPU alone)", calls and f"{calls} (calls)"] if alone else [calls]
 
 
-def _crossing_words(panel: Panel, crossing: Crossing | None, shown: Container[str]) -> str:
+def _crossing_words(panel: Panel, crossing: Crossing | None) -> str:
     result = crossing.result if crossing else None
     if crossing is None or result is None or len(result.lengths) == 1:
         return ""  # at one length nothing crosses
     than = "" if panel.is_baseline(crossing.against) else f" than {plain(crossing.against)}"
-    return f"cheaper{than}: {crossing_text(crossing, shown, waits='host')}"
+    return f"cheaper{than}: {crossing_text(crossing, panel.shown_doubts, waits='host')}"
 
 
-def _doubtful(panel: Panel, curves: Sequence[Curve], shown: Container[str]) -> str:
+def _doubtful(panel: Panel, curves: Sequence[Curve]) -> str:
     """Return what makes times of the panel doubtful, and of how many, for the note; nothing where all is well."""
-    said = doubt_counts(panel.points, shown, without="host")  # a legend says that
+    said = doubt_counts(panel.points, panel.shown_doubts, without="host")  # a legend says that
     words = f"; {said}" if said else ""
     if any(mark.own is None for curve in curves for mark in curve.marks):
         words += "; where the GPU alone was not timed, waiting for the host is inferred from times that hardly grow"

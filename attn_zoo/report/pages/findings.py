@@ -23,8 +23,8 @@ from attn_zoo.report.tables.error_tables import error_text
 from attn_zoo.report.tables.front_table import shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
-from attn_zoo.report.tables.time_tables import shown_doubts, weights_words
-from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, ratio_interval, some
+from attn_zoo.report.tables.time_tables import factor_text, weights_words
+from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, some
 from attn_zoo.report.wording import doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
@@ -189,8 +189,7 @@ def _waiting(panel: Panel) -> str:
     ]
     if not said:
         return ""
-    shown = shown_doubts(panel.points)
-    alone = [f"{one.label} {crossing_text(one, shown)}" for one in panel.device_crossings if one.is_main]
+    alone = [f"{one.label} {crossing_text(one, panel.shown_doubts)}" for one in panel.device_crossings if one.is_main]
     beside = (
         f"; on the GPU alone cheaper than {panel.baseline.label}: {some(alone)}" if panel.baseline and alone else ""
     )
@@ -214,14 +213,12 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
     label, length = common.labels[0], human_length(common.seq_len)
     found = panel.speed_up(label, common.seq_len)
     assert found is not None  # it was measured there, and so was exact attention
-    shown, factor = shown_doubts(panel.points), found.factor
-    text = marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(found.doubts, shown))
-    beside = [doubt_list(found.doubts, shown)]
+    beside = [doubt_list(found.doubts, panel.shown_doubts)]
     beside += ["not timed in turns with it"] if panel.turns and not found.is_in_turns else []
     why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
     who = "" if [label] == named else f"{label} "
     than = "exact attention" if panel.is_baseline(found.against) else found.against
-    return f"; {_at(panel)} {length} {who}{text} as fast as {than}{why}"
+    return f"; {_at(panel)} {length} {who}{factor_text(found, panel.shown_doubts)} as fast as {than}{why}"
 
 
 def completeness(analysis: Analysis) -> str:
@@ -301,7 +298,7 @@ def findings(analysis: Analysis) -> list[str]:
 
 
 def _growth_line(panel: Panel) -> str:
-    shown = shown_doubts(panel.points)
+    shown = panel.shown_doubts
     grown = [panel.time[series.label] for series in _judged(panel) if panel.time[series.label].slopes]
     by_words = grouped(grown, lambda growth: growth.words)
     unsettled = by_words.pop(NOT_SETTLED, [])
@@ -325,7 +322,7 @@ def _judged(panel: Panel) -> list[Series]:
 
 
 def _crossing_line(panel: Panel) -> str:
-    places, shown = {series.label: place for place, series in enumerate(_judged(panel))}, shown_doubts(panel.points)
+    places, shown = {series.label: place for place, series in enumerate(_judged(panel))}, panel.shown_doubts
     every = [one for one in panel.crossings if one.is_main and one.result and len(one.result.lengths) > 1]
     every = sorted((one for one in every if one.label in places), key=lambda one: (one.rank, places[one.label]))
     alone = {one.label: crossing_text(one, shown) for one in panel.device_crossings if one.is_main}
@@ -382,8 +379,7 @@ _FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not
 
 
 def _doubt_line(analysis: Analysis) -> str:
-    points = [point for panel in analysis.panels for point in panel.points]
-    said = doubt_counts(points, {doubt for panel in analysis.panels for doubt in shown_doubts(panel.points)})
+    said = doubt_counts(analysis.points, {doubt for panel in analysis.panels for doubt in panel.shown_doubts})
     return f"{capital(said)}." if said else ""
 
 

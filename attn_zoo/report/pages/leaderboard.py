@@ -20,16 +20,16 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.error_tables import error_interval, error_text
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.tables.table import MISSING, escape_markdown, marked, say
+from attn_zoo.report.tables.table import MISSING, escape_markdown, say
 from attn_zoo.report.tables.time_tables import (
     by_importance,
     control_words,
-    shown_doubts,
+    factor_text,
     time_caveats,
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, ratio_interval
+from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
 MOST_LENGTHS = 6
@@ -243,7 +243,6 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
     if len(lengths) > MOST_LENGTHS:
         usual = [length for length in lengths if length in LENGTHS or length == lengths[-1]]
         lengths = usual if len(usual) > 2 else sorted(by_importance(lengths)[:MOST_LENGTHS])
-    shown = shown_doubts(panel.points)
     exact = panel.baseline.label if panel.baseline else ""
     beside = (f"cheaper than {exact}",) if exact else ()
     best = {one.seq_len: one.labels for one in panel.winners if one.num_rivals > 1}
@@ -258,7 +257,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
             one = series.outcomes.get(length)
             if isinstance(one, Point):
                 time = human_ms.interval(one.median_ms, one.low_ms, one.high_ms)
-                text = f"{time} {marks_of(one.doubts, shown)}".strip()
+                text = f"{time} {marks_of(one.doubts, panel.shown_doubts)}".strip()
                 if one.device_ms is not None and one.is_waiting:
                     text += f", GPU alone {human_number(one.device_ms)} ms"
                 is_best = series.label in best.get(length, ())
@@ -267,7 +266,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
                 entries.append(Entry(text=NO_RECORD) if one is None else Entry(text=one.word, href=link(one)))
         if exact:
             href = f"{where}/report.html#table-crossovers"
-            entries.append(Entry(text=_cheaper(panel, series, shown), href=href, is_words=True))
+            entries.append(Entry(text=_cheaper(panel, series), href=href, is_words=True))
         return (*entries, _memory(series, link))
 
     rows = [series for series in panel.ranked if series.outcomes]
@@ -287,23 +286,20 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
 _BEST = "Bold: the fastest of its length, and all that the intervals do not tell from it."
 
 
-def _cheaper(panel: Panel, series: Series, shown: frozenset[str]) -> str:
+def _cheaper(panel: Panel, series: Series) -> str:
     """Return where a variant gets cheaper than exact attention; of one length that was timed in turns, by how much."""
     if series.is_exact or series.is_simulated:
         return "exact" if series.is_exact else "not judged"
     common = [point for point in series.points if point.seq_len in panel.exact]
     if panel.turns and len(common) == 1 and (found := panel.speed_up(series.label, common[0].seq_len)) is not None:
-        factor = found.factor
-        text = marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(found.doubts, shown))
-        return f"{text} as fast at {human_length(common[0].seq_len)}"
+        return f"{factor_text(found, panel.shown_doubts)} as fast at {human_length(common[0].seq_len)}"
     crossing = panel.crossing(series.label)
     if crossing is None:
         return MISSING
     alone = panel.crossing(series.label, is_device=True)
     than = "" if panel.is_baseline(crossing.against) else f" (than {clean(crossing.against)})"
-    return f"{crossing_text(crossing, shown)}{than}" + (
-        f"; the GPU alone {crossing_text(alone, shown)}" if alone else ""
-    )
+    beside = f"; the GPU alone {crossing_text(alone, panel.shown_doubts)}" if alone else ""
+    return f"{crossing_text(crossing, panel.shown_doubts)}{than}{beside}"
 
 
 def _memory(series: Series, link: Callable[[Point], str]) -> Entry:

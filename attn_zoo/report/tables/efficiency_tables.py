@@ -9,6 +9,7 @@ from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, OF_DECODING, SHARE, Efficiency
 from attn_zoo.report.analysis.panels import Panel
+from attn_zoo.report.analysis.series import shown_doubts
 from attn_zoo.report.tables.table import (
     MARK_REMARKS,
     Column,
@@ -19,7 +20,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.tables.time_tables import pass_columns, shown_doubts
+from attn_zoo.report.tables.time_tables import pass_columns
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, marks_of
 

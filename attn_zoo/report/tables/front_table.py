@@ -20,12 +20,12 @@ from attn_zoo.report.tables.table import BRACKETS, Column, Note, Remark, Table, 
 from attn_zoo.report.tables.time_tables import (
     by_importance,
     control_words,
-    shown_doubts,
+    factor_text,
     time_caveats,
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, ratio_interval, some
+from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, some
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
@@ -52,12 +52,11 @@ def front_table(analysis: Analysis) -> Table | None:
         return replace(front, name="front") if front else None
     if panel is None and not scores:
         return None
-    shown = shown_doubts(panel.points) if panel else frozenset()
     labels = sorted(
         {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)},
         key=lambda label: (_standing(label, panel, scores), label),
     )
-    rows, ranks = [_row(label, panel, lengths, shown) for label in labels], by_importance(lengths) if lengths else []
+    rows, ranks = [_row(label, panel, lengths) for label in labels], by_importance(lengths) if lengths else []
     columns = [
         text_column("variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * ranks.index(length)) for length in lengths),
@@ -113,7 +112,7 @@ def _column(heading: str, key: str, priority: float) -> Column:
     return Column(heading=heading, show=lambda row: str(row[key]), brief=without_interval, priority=priority)
 
 
-def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozenset[str]) -> dict[str, Any]:
+def _row(label: str, panel: Panel | None, lengths: Sequence[int]) -> dict[str, Any]:
     series = next((one for one in panel.series if one.label == label), None) if panel else None
     if panel is None or series is None:
         return {"variant": label, "memory": NOT_TIMED, **{str(length): NOT_TIMED for length in lengths}}
@@ -121,7 +120,7 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozens
     for length in lengths:
         one = series.outcomes.get(length)
         if isinstance(one, Point):
-            row[str(length)] = _time_or_factor(one, panel, series, shown)
+            row[str(length)] = _time_or_factor(one, panel, series)
         else:
             row[str(length)] = NO_RECORD if one is None else one.word
     peaks, last, weights = panel.peaks, series.outcomes.get(panel.lengths[-1]), weights_words(series)
@@ -131,12 +130,11 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int], shown: frozens
     return row
 
 
-def _time_or_factor(point: Point, panel: Panel, series: Series, shown: frozenset[str]) -> str:
+def _time_or_factor(point: Point, panel: Panel, series: Series) -> str:
     beside = panel.speed_up(series.label, point.seq_len)
     if beside is None:
-        return marked(human_ms(point.median_ms), marks_of(point.doubts, shown))
-    factor = beside.factor
-    text = marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(beside.doubts, shown))
+        return marked(human_ms(point.median_ms), marks_of(point.doubts, panel.shown_doubts))
+    text = factor_text(beside, panel.shown_doubts)
     return f"{text} {NOT_IN_TURNS}" if panel.turns and not beside.is_in_turns else text
 
 

@@ -24,16 +24,15 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.tables.time_tables import pass_columns, shown_doubts
+from attn_zoo.report.tables.time_tables import interval_remark, pass_columns
 from attn_zoo.report.units import human_length, human_slope, some
-from attn_zoo.report.wording import doubt_words, marks_of
+from attn_zoo.report.wording import marks_of
 
 
 def exponent_table(analysis: Analysis) -> Table:
     """Return fitted and claimed exponents of time and peak memory, one row per curve."""
-    shown = shown_doubts(point for panel in analysis.panels for point in panel.points)
     rows = [
-        {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth, shown)}
+        {"panel": panel.title, "settings": panel.subtitle, **_growth_row(growth, analysis.shown_doubts)}
         for panel in analysis.panels
         for fits in (panel.time, panel.memory)
         for growth in _slowest_growth_first(panel, fits)
@@ -55,7 +54,7 @@ def exponent_table(analysis: Analysis) -> Table:
             ),
             Remark("Formula: exponent of the FLOPs formula over the same lengths.", heading="formula"),
             Remark("(!): contradicted by the measurement.", sign="(!)"),
-            Remark(_interval_words(analysis), sign="["),
+            interval_remark(analysis.points),
             *MARK_REMARKS,
             analysis.caveats,
         )
@@ -96,10 +95,6 @@ def _claimed(row: Row) -> str:
 
 def _has_waiting(analysis: Analysis) -> bool:
     return any(series.waiting for panel in analysis.panels for series in panel.series)
-
-
-def _interval_words(analysis: Analysis) -> str:
-    return doubt_words(point.num_processes for panel in analysis.panels for point in panel.points)
 
 
 def _growth_row(growth: Growth, shown: frozenset[str]) -> dict[str, Any]:
@@ -183,7 +178,7 @@ _NOTHING_GROWS = "Nothing to fit: it takes two lengths."
 
 def crossover_table(analysis: Analysis) -> Table:
     """Return from which length each variant is cheaper than exact attention, in time and in peak memory."""
-    rows, shown = [], shown_doubts(point for panel in analysis.panels for point in panel.points)
+    rows, shown = [], analysis.shown_doubts
     for panel in analysis.panels:
         for crossing in (one for every in _crossings_of(panel) for one in every):
             result = crossing.result
@@ -213,7 +208,12 @@ def crossover_table(analysis: Analysis) -> Table:
     return Table(
         name="crossovers",
         title="Cheaper than exact attention",
-        notes=(*_CHEAPER, Remark(_interval_words(analysis), heading="interval"), *MARK_REMARKS, analysis.caveats)
+        notes=(
+            *_CHEAPER,
+            replace(interval_remark(analysis.points), sign="", heading="interval"),
+            *MARK_REMARKS,
+            analysis.caveats,
+        )
         if rows
         else (_NO_BASELINE,),
         columns=(

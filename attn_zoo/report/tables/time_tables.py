@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Failure, Point, Series, joint_doubts
-from attn_zoo.report.analysis.winners import fastest_of, times_faster
+from attn_zoo.report.analysis.series import Failure, Point, Series, joint_doubts, shown_doubts
+from attn_zoo.report.analysis.winners import SpeedUp, fastest_of, times_faster
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import (
     BRACKETS,
@@ -55,13 +55,14 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     """
     lengths = panel.lengths
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
-    shown = shown_doubts(panel.points)
     columns = [text_column("variant", priority=0)]
     units, value = (human_ms, _median) if quantity == "time" else (human_bytes, _peak)
     every = units.fixed(map(value, panel.points), least=0.1)  # one may read along rows too, where that hides no digit
     for length in lengths:
         here = every.fixed(value(point) for point in panel.points if point.seq_len == length)
-        text = partial(_time, shown=shown, units=here) if quantity == "time" else partial(_memory, units=here)
+        text = (
+            partial(_time, shown=panel.shown_doubts, units=here) if quantity == "time" else partial(_memory, units=here)
+        )
         show = partial(_at, length=str(length), show=text)
         sort = partial(_sort_at, length=str(length), quantity=quantity)
         priority = 1 + ranks[length] / (len(ranks) + 1)
@@ -91,7 +92,7 @@ def _how_to_read(panel: Panel, quantity: Literal["time", "memory"]) -> Note:
 
 def time_caveats(panel: Panel) -> Note:
     """Return what intervals of times know, what marks mean, and how we know of waiting calls."""
-    caveats = [_interval_remark(panel.points), *MARK_REMARKS]
+    caveats = [interval_remark(panel.points), *MARK_REMARKS]
     if any(point.is_waiting and point.device_ms is None for point in panel.points):
         text = "Where the GPU alone was not timed, waiting is inferred from times that hardly grow."
         caveats.append(Remark(text, sign=MARKS["host"][0]))
@@ -100,7 +101,8 @@ def time_caveats(panel: Panel) -> Note:
     return caveats
 
 
-def _interval_remark(points: Iterable[Point]) -> Remark:
+def interval_remark(points: Iterable[Point]) -> Remark:
+    """Return what intervals of these times know."""
     return Remark(doubt_words(point.num_processes for point in points), sign="[")
 
 
@@ -127,11 +129,10 @@ def control_words(labels: Sequence[str]) -> str:
     return f"Not judged (a control, which does without attention): {', '.join(labels)}." if labels else ""
 
 
-def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
-    """Return the doubts that get a mark beside their number: what is true of all of them is said once instead."""
-    points = list(points)
-    found = {doubt for point in points for doubt in point.doubts}
-    return frozenset(found - {"alone"} if all("alone" in point.doubts for point in points) else found)
+def factor_text(found: SpeedUp, shown: Container[str]) -> str:
+    """Return how many times as fast a variant is, with the marks of what makes that doubtful."""
+    factor = found.factor
+    return marked(ratio_interval(factor.value, factor.low, factor.high), marks_of(found.doubts, shown))
 
 
 def weights_words(series: Series) -> str:
@@ -254,9 +255,7 @@ def _energy_words(rows: Sequence[Row]) -> Note:
 
 def measurement_table(analysis: Analysis) -> Table:
     """Return every measured or failed length of every panel as one row."""
-    rows = []
-    points = [point for panel in analysis.panels for point in panel.points]
-    shown = shown_doubts(points)
+    rows, shown = [], analysis.shown_doubts
     for panel in analysis.panels:
         rows += [
             _row(panel, series, point, shown) | _times_as_fast(panel, series, point.seq_len, shown)
@@ -270,7 +269,7 @@ def measurement_table(analysis: Analysis) -> Table:
         notes=(
             "Median time.",
             BRACKETS,
-            _interval_remark(points),
+            interval_remark(analysis.points),
             Remark(f"Extra memory: peak {_extra_words(passes)}.", heading="extra memory"),
             Remark("Saved: kept for backward.", heading="saved"),
             Remark("Tokens per second: read or written, of all sequences of the batch (k: 1000).", heading="tokens/s"),
@@ -348,7 +347,7 @@ def step_table(analysis: Analysis) -> Table | None:
             "A step: forward, loss, backward, clipping and update.",
             "Median time, and tokens per second without padding (k: 1000).",
             BRACKETS,
-            _interval_remark(points),
+            interval_remark(points),
             *MARK_REMARKS,
             Remark(f"Peak memory: {held_words('step')} included.", heading="peak memory"),
             Remark("Saved: what autograd keeps from forward to backward, weights and data included.", heading="saved"),
