@@ -16,36 +16,25 @@ AGREEMENT = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopsRatio:
-    """FLOPs by a variant's formula over those that were counted, where they differ.
+    """FLOPs by a variant's formula over those that were counted, where they differ: a row of the table.
 
     Args:
-        label: of the mechanism.
+        variant: its label.
         setting: direction and scope, in words.
         least: smallest ratio over the lengths.
         most: largest.
-        lengths: where they differ, ascending.
+        ratios: the two in words.
+        lengths: the shortest and the longest at which they differ, in words.
+        is_too_many: more is claimed than ran, which no convention explains.
     """
 
-    label: str
+    variant: str
     setting: str
     least: float
     most: float
-    lengths: tuple[int, ...]
-
-    @property
-    def is_too_many(self) -> bool:
-        """Whether more is claimed than ran: no convention explains that."""
-        return self.most > 1
-
-    @property
-    def ratios(self) -> str:
-        """The ratio, or its range."""
-        return " to ".join(dict.fromkeys(f"{end:.3g}" for end in (self.least, self.most)))
-
-    @property
-    def span(self) -> str:
-        """The length, or the shortest and the longest."""
-        return " to ".join(dict.fromkeys(human_length(end) for end in (self.lengths[0], self.lengths[-1])))
+    ratios: str
+    lengths: str
+    is_too_many: bool
 
 
 def contradicted_exponents(panels: Iterable[Panel]) -> list[str]:
@@ -91,13 +80,18 @@ def flops_ratios(observations: Iterable[Observation]) -> list[FlopsRatio]:
         if not (1 - AGREEMENT) * claimed * cell.least_pairs_frac <= counted <= (1 + AGREEMENT) * claimed:
             setting = f"{'causal' if cell.is_causal else 'bidirectional'}, {cell.scope or 'attention'}"
             found.setdefault((one.label, setting), {})[cell.seq_len or 0] = claimed / counted
-    return [
-        FlopsRatio(
-            label=label,
-            setting=setting,
-            least=min(ratios.values()),
-            most=max(ratios.values()),
-            lengths=tuple(sorted(ratios)),
+    said = []
+    for (label, setting), ratios in sorted(found.items()):
+        least, most = min(ratios.values()), max(ratios.values())
+        said.append(
+            FlopsRatio(
+                variant=label,
+                setting=setting,
+                least=least,
+                most=most,
+                ratios=" to ".join(dict.fromkeys(f"{end:.3g}" for end in (least, most))),
+                lengths=" to ".join(dict.fromkeys(map(human_length, (min(ratios), max(ratios))))),
+                is_too_many=most > 1,
+            )
         )
-        for (label, setting), ratios in sorted(found.items())
-    ]
+    return said

@@ -17,7 +17,7 @@ from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_bytes, human_number, some
+from attn_zoo.report.units import human_bytes, human_rate, some
 
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0
@@ -142,14 +142,8 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     spread = max(math.log(high / low), math.log(2.0))
     middle = math.log(low * high) / 2
     left, right = (math.exp(middle + side * 0.68 * spread) for side in (-1, 1))  # names need air on both sides
-    log_axis(axes, "x", left, right, _speed, 10)
+    log_axis(axes, "x", left, right, lambda speed: human_rate(speed).replace(" ", ""), 10)
     axes.set_xlabel("training speed (tokens per second, logarithmic; right is faster)")
-
-
-def _speed(value: float) -> str:
-    if value >= 1e6:
-        return f"{human_number(value / 1e6)}M"
-    return f"{human_number(value / 1e3)}k" if value >= 1e3 else human_number(value)
 
 
 def _draw_floors(axes: Axes, values: Iterable[float]) -> list[Box]:

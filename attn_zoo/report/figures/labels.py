@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from attn_zoo.report.figures.page import text_size
@@ -153,11 +152,6 @@ def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: 
 
 Box = tuple[float, float, float, float]
 """Left, lower, right and upper edge in pixels."""
-
-
-def box_of(extent: Bbox) -> Box:
-    """Return the box of what was drawn."""
-    return extent.x0, extent.y0, extent.x1, extent.y1
 
 
 def square(x: float, y: float, radius: float) -> Box:

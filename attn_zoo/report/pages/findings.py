@@ -436,7 +436,7 @@ def _contradictions(analysis: Analysis) -> list[str]:
     """Return a sentence on claims that measurements contradict, and one on FLOPs that are claimed and did not run."""
     exponents = contradicted_exponents(analysis.panels)
     flops = [
-        f"{one.label} ({one.setting}) {one.ratios} times at {one.span} tokens"
+        f"{one.variant} ({one.setting}) {one.ratios} times at {one.lengths} tokens"
         for one in flops_ratios(analysis.results.observations)
         if one.is_too_many
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from attn_zoo.records import is_one_token
@@ -16,7 +17,6 @@ from attn_zoo.report.tables.table import (
     Remark,
     Row,
     Table,
-    marked,
     number_column,
     text_column,
 )
@@ -56,7 +56,6 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         for label in _by_share(panel)
         for point in panel.efficiency[label][-1 if is_brief else 0 :]
     ]
-    times = human_ms.fixed(row["time_ms"] for row in rows)
     has_mfu = any(row["mfu"] is not None for row in rows)
     roofs = dict.fromkeys(ceilings_words(panel.ceilings) for panel in panels if panel.ceilings is not None)
     return Table(
@@ -77,12 +76,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             text_column("variant", priority=0),
             *pass_columns(panels),
             number_column("length", "seq_len", human_length, priority=0),
-            Column(
-                heading="time",
-                show=lambda row: marked(times(row["time_ms"]), row["marks"]),
-                sort=lambda row: row["time_ms"],
-                priority=1,
-            ),
+            number_column("time", "time_ms", human_ms, priority=1, marks="marks"),
             *(_RATES if any(row["flops"] is not None for row in rows) else []),
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
             number_column("of the roof", "roof_frac", percent, priority=0),
@@ -101,15 +95,11 @@ def _by_share(panel: Panel) -> list[str]:
     return sorted(panel.efficiency, key=lambda label: (label not in judged, -panel.efficiency[label][-1].roof_frac))
 
 
-def _realised(row: Row) -> str:
-    return "" if row["realised"] is None else marked(percent(row["realised"]), row["realised_marks"])
-
-
 _RATES = (
     number_column("FLOPs", "flops", human_flops, priority=5),
     number_column("FLOP/s", "flops_per_s", human_flop_rate, priority=1),
 )
-_REALISED = Column(heading="realised", show=_realised, sort=lambda row: row["realised"], priority=1)
+_REALISED = number_column("realised", "realised", percent, priority=1, marks="realised_marks")
 
 
 def _long_row(panel: Panel, point: Efficiency, shown: frozenset[str]) -> dict[str, Any]:
@@ -137,18 +127,7 @@ _NUMBERS = (
 
 def flops_table(analysis: Analysis) -> Table | None:
     """Return where formula and count of FLOPs differ by more than 1 %; None where they nowhere do."""
-    rows = [
-        {
-            "variant": one.label,
-            "setting": one.setting,
-            "least": one.least,
-            "most": one.most,
-            "ratios": one.ratios,
-            "lengths": one.span,
-            "is_too_many": one.is_too_many,
-        }
-        for one in flops_ratios(analysis.results.observations)
-    ]
+    rows = [asdict(one) for one in flops_ratios(analysis.results.observations)]
     if not rows:
         return None
     return Table(

@@ -175,23 +175,18 @@ def sources_table(groups: Sequence[AccuracyGroup]) -> Table | None:
         for source in load_published()
         if tasks & set(source.levels)
     ]
-    return (
-        Table(
-            name="published-sources",
-            title="Published values: sources",
-            notes=(),
-            columns=(
-                text_column("source", "name", priority=0),
-                text_column("what", "title", priority=1),
-                text_column("set-up", "setup", priority=4),
-                replace(
-                    text_column("address", "url", priority=0),
-                    brief=lambda url: url.removeprefix("https://"),
-                    is_address=True,
-                ),
-            ),
-            rows=tuple(rows),
-        )
-        if rows
-        else None
+    if not rows:
+        return None
+    address = text_column("address", "url", priority=0)
+    return Table(
+        name="published-sources",
+        title="Published values: sources",
+        notes=(),
+        columns=(
+            text_column("source", "name", priority=0),
+            text_column("what", "title", priority=1),
+            text_column("set-up", "setup", priority=4),
+            replace(address, brief=lambda url: url.removeprefix("https://"), is_address=True),
+        ),
+        rows=tuple(rows),
     )

@@ -149,16 +149,19 @@ def text_column(heading: str, key: str = "", priority: float = 1) -> Column:
     return Column(heading=heading, show=lambda row: str(row[field] or ""), align="left", priority=priority)
 
 
-def number_column(heading: str, key: str, show: Callable[[float], str], priority: float = 1) -> Column:
-    """Return a column of one number, with one unit for all that have units; empty where it is None."""
+def number_column(
+    heading: str, key: str, show: Callable[[float], str], priority: float = 1, *, marks: str = ""
+) -> Column:
+    """Return a column of one number, and of the marks behind it, where these have a key; empty where it is None.
+
+    All that have units have one.
+    """
 
     def column(show: Callable[[float], str]) -> Column:
-        return Column(
-            heading=heading,
-            show=lambda row: "" if row[key] is None else show(row[key]),
-            sort=lambda row: row[key],
-            priority=priority,
-        )
+        def text(row: Row) -> str:
+            return "" if row[key] is None else marked(show(row[key]), row[marks] if marks else "")
+
+        return Column(heading=heading, show=text, sort=lambda row: row[key], priority=priority)
 
     if isinstance(show, Units):
         units = show

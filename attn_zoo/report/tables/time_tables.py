@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -53,20 +52,34 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     The least at the longest length comes first. Where space is short, middle lengths go first. Weights that grow with
     the length stand beside the numbers.
     """
-    lengths = panel.lengths
-    ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
-    columns = [text_column("variant", priority=0)]
-    units, value = (human_ms, _median) if quantity == "time" else (human_bytes, _peak)
+    order = by_importance(panel.lengths)
+
+    def value(point: Point) -> float | None:
+        return point.median_ms if quantity == "time" else point.memory.peak_bytes
+
+    units = human_ms if quantity == "time" else human_bytes
     every = units.fixed(map(value, panel.points), least=0.1)  # one may read along rows too, where that hides no digit
-    for length in lengths:
+
+    def column(length: int) -> Column:
         here = every.fixed(value(point) for point in panel.points if point.seq_len == length)
-        text = (
-            partial(_time, shown=panel.shown_doubts, units=here) if quantity == "time" else partial(_memory, units=here)
+
+        def show(row: Row) -> str:
+            one = row[str(length)]
+            if not isinstance(one, Point):
+                return NO_RECORD if one is None else str(one.word)
+            if quantity == "time":
+                return _time(one, panel.shown_doubts, here)
+            return "not measured" if one.memory.peak_bytes is None else here(one.memory.peak_bytes)
+
+        return Column(
+            heading=human_length(length),
+            show=show,
+            brief=lambda text: without_interval(text).partition(" (")[0],  # nor the time of the GPU alone
+            sort=lambda row: value(one) if isinstance(one := row[str(length)], Point) else None,
+            priority=1 + order.index(length) / (len(order) + 1),
         )
-        show = partial(_at, length=str(length), show=text)
-        sort = partial(_sort_at, length=str(length), quantity=quantity)
-        priority = 1 + ranks[length] / (len(ranks) + 1)
-        columns.append(Column(heading=human_length(length), show=show, brief=_brief, sort=sort, priority=priority))
+
+    columns = [text_column("variant", priority=0), *map(column, panel.lengths)]
     weights = {series.label: weights_words(series) for series in panel.series}
     if any(weights.values()):
         columns.append(text_column("weights that grow", "weights", priority=2.5))
@@ -77,7 +90,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         columns=tuple(columns),
         rows=tuple(
             {"variant": series.label, "weights": weights[series.label]}
-            | {str(length): series.outcomes.get(length) for length in lengths}
+            | {str(length): series.outcomes.get(length) for length in panel.lengths}
             for series in panel.ranked_by(value)
         ),
         is_view=True,
@@ -155,38 +168,10 @@ def by_importance(lengths: Sequence[int]) -> list[int]:
     return order
 
 
-def _at(row: Row, length: str, show: Callable[[Point], str]) -> str:
-    one = row[length]
-    return show(one) if isinstance(one, Point) else NO_RECORD if one is None else one.word
-
-
-def _sort_at(row: Row, length: str, quantity: Literal["time", "memory"]) -> float | None:
-    if not isinstance(one := row[length], Point):
-        return None
-    return one.median_ms if quantity == "time" else one.memory.peak_bytes
-
-
-def _median(point: Point) -> float | None:
-    return point.median_ms
-
-
-def _peak(point: Point) -> float | None:
-    return point.memory.peak_bytes
-
-
 def _time(point: Point, shown: frozenset[str], units: Units) -> str:
     marks = marks_of(point.doubts, shown)
     alone = f"({units(point.device_ms)})" if point.device_ms else ""
     return " ".join(filter(None, (units.interval(point.median_ms, point.low_ms, point.high_ms), marks, alone)))
-
-
-def _brief(text: str) -> str:
-    """Return a time without its interval and that of the GPU alone."""
-    return without_interval(text).partition(" (")[0]
-
-
-def _memory(point: Point, units: Units) -> str:
-    return "not measured" if point.memory.peak_bytes is None else units(point.memory.peak_bytes)
 
 
 _TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")

@@ -10,7 +10,6 @@ import attn_zoo
 from attn_zoo.report.figures.labels import (
     POINT_NAME_SIZE,
     PointName,
-    box_of,
     covered,
     draw_point_names,
     mark_boxes,
@@ -94,7 +93,9 @@ def test_the_name_of_a_point_keeps_off_other_marks():
         (own,) = mark_boxes(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)])
         width = 100 * text_size("mine", POINT_NAME_SIZE, "bold")[0]
         other = square(own[2] + width + 12, (own[1] + own[3]) / 2, 3.0)  # to the right of the first place
-        draw_point_names(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)], box_of(axes.get_window_extent()), [other])
+        inside = axes.get_window_extent()
+        frame = inside.x0, inside.y0, inside.x1, inside.y1
+        draw_point_names(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)], frame, [other])
         (name,) = (text for text in page.figure.texts if text.get_text() == "mine")
         box = name.get_window_extent()
         away = max(other[0] - box.x1, box.x0 - other[2], other[1] - box.y1, box.y0 - other[3])
