@@ -362,11 +362,7 @@ def _compare_times(a: _Side, b: _Side, allowed: set[str], limit: float) -> pd.Da
 
 
 def _judge(
-    first: _Timed | None,
-    second: _Timed | None,
-    allows_flagged: bool,
-    limit: float,
-    least_spread: tuple[float, float],
+    first: _Timed | None, second: _Timed | None, allows_flagged: bool, limit: float, least_spread: tuple[float, float]
 ) -> tuple[Ratio | None, str, str]:
     """Return ratio of times, verdict about the second, and why there is none."""
     if first is None or second is None:

@@ -38,8 +38,7 @@ class History:
 
     Args:
         frame: one row for each variant at each commit that measured it, oldest first, all of the setting that most
-            have. `era` counts machines, versions
-            and protocols: only times of one era may be compared.
+            have. `era` counts machines, versions and protocols: only times of one era may be compared.
         title: what was timed.
     """
 
@@ -114,12 +113,7 @@ class History:
 
 
 def history(
-    folder: str,
-    *,
-    variants: Iterable[str] = (),
-    pass_: str | None = None,
-    seq_len: int | None = None,
-    most: int = 30,
+    folder: str, *, variants: Iterable[str] = (), pass_: str | None = None, seq_len: int | None = None, most: int = 30
 ) -> History:
     """Return the times of a results folder over the commits that changed its records.
 

@@ -25,13 +25,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is wrong with results.
-
-    Args:
-        check: name; see `CHECKS`.
-        where: file, id of a cell, or title of a group.
-        text: one sentence.
-    """
+    """What is wrong with results: which of `CHECKS` says so, where (file, id of a cell, title of a group), and what."""
 
     check: str
     where: str

@@ -96,10 +96,7 @@ def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
     return slug(*(brief[name](setting[name]) for name in shown))
 
 
-_HELD = {
-    "step": "weights, gradients, averages and data",
-    "decode": "weights and buffers of the state",
-}
+_HELD = {"step": "weights, gradients, averages and data", "decode": "weights and buffers of the state"}
 
 
 def held_words(pass_: str) -> str:

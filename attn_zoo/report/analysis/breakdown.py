@@ -14,14 +14,7 @@ NOT_AXES = frozenset({"value", "num_items", "floor"})
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Scores of one label on one combination of values.
-
-    Args:
-        place: one value for each axis.
-        mean: over seeds.
-        low: lower end of the 95 % t-interval, or None.
-        high: upper end.
-    """
+    """Mean score of one label over seeds, with its 95 % t-interval, at a place: one value for each axis."""
 
     place: tuple[float, ...]
     mean: float

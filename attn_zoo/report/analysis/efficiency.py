@@ -84,10 +84,7 @@ class Efficiency:
 
 
 def efficiencies(
-    every: Sequence[Series],
-    speed_up: Callable[[str, int], SpeedUp | None],
-    pass_: str,
-    ceilings: Ceilings | None,
+    every: Sequence[Series], speed_up: Callable[[str, int], SpeedUp | None], pass_: str, ceilings: Ceilings | None
 ) -> dict[str, list[Efficiency]]:
     """Return the points of each series that has formulas, shortest first; nothing without measured ceilings.
 

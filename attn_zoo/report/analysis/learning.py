@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from statistics import fmean
 from typing import Literal
 
@@ -77,4 +76,4 @@ def budgets(scores: Sequence[LabelScore]) -> dict[Axis, float]:
 def best_within(curve: Sequence[tuple[float, float]], budget: float, metric: Metric) -> float | None:
     """Return the best value up to `budget`: what would have been selected had training ended there."""
     values = [value for place, value in curve if place <= budget * (1 + 1e-9)]
-    return list(accumulate(values, lambda one, other: metric.best((one, other))))[-1] if values else None
+    return metric.best(values) if values else None

@@ -12,10 +12,7 @@ from attn_zoo.report.units import MINUS, capital
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
-
-    Args:
-        name: as stored, such as `"accuracy"`.
+    """One metric, by the name that is stored.
 
     >>> Metric("accuracy").show(0.3456), Metric("bits_per_byte").words
     ('34.6 %', 'bits per byte')

@@ -127,10 +127,7 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
         if one.record.status != NOT_RUN:  # times of two machines are apart, a score is that of any
             cell = one.is_timing, one.cell.key, one.environment if one.is_timing else ""
             places.setdefault(cell, set()).add(id(run))
-    for is_timing, becomes in (
-        (True, "their samples are pooled"),
-        (False, "of these the last counts"),
-    ):
+    for is_timing, becomes in ((True, "their samples are pooled"), (False, "of these the last counts")):
         repeated = sum(len(where) > 1 for (kind, *_), where in places.items() if kind is is_timing)
         if repeated:
             warnings.append(f"{repeated} cells occur in more than one folder; {becomes}")

@@ -265,7 +265,10 @@ def _group(
     chosen = {key: next(trial for trial in own if trial.is_selected) for key, own in trials.items()}
     baseline = _baseline(chosen, results)
     has_kinds = len({start for _, start in trials if start}) > 1
-    names = {key: _name(key, has_kinds=has_kinds) for key in trials}
+    names = {
+        (label, start): f"{label} (self-pretrained{f', {start}' if has_kinds else ''})" if start else label
+        for label, start in trials
+    }
     ran = {names[key]: trials[key] for key in trials if any(run.record.status != "unsupported" for run in members[key])}
     title = _task_title(setting, varying)
     warning = unequal_trials(title, ran)
@@ -300,11 +303,6 @@ def _group(
     )
 
 
-def _name(key: tuple[str, str], *, has_kinds: bool) -> str:
-    label, start = key
-    return f"{label} (self-pretrained{f', {start}' if has_kinds else ''})" if start else label
-
-
 def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
     """Return the exact label with most seeds (the first by name among equals)."""
     seeds: dict[str, int] = {}
@@ -317,13 +315,7 @@ def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
 
 
 def _label_score(
-    name: str,
-    trial: Trial,
-    baseline: Trial | None,
-    *,
-    num_trials: int,
-    metric: Metric,
-    marks: Mapping[str, float],
+    name: str, trial: Trial, baseline: Trial | None, *, num_trials: int, metric: Metric, marks: Mapping[str, float]
 ) -> LabelScore:
     """Return the score of a label and start from its selected trial, beside that of the baseline with this start."""
     scores = [run.score for run in trial.runs if run.score]

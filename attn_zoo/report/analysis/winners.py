@@ -15,13 +15,7 @@ Bundle = Sequence[tuple[str, Point]]
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The fastest at one length.
-
-    Args:
-        seq_len: tokens.
-        labels: the fastest first, then all that the intervals do not tell from it.
-        num_rivals: measured at this length, the winners included.
-    """
+    """The fastest at one length, then all that the intervals do not tell from it, among so many that were measured."""
 
     seq_len: int
     labels: tuple[str, ...]

@@ -158,11 +158,6 @@ def draw_mark(axes: Axes, value: float) -> None:
     axes.axhline(value, color=MUTED, lw=1.0, ls=MARK, zorder=1)
 
 
-def name_mark(axes: Axes, value: float, words: str) -> Annotation:
-    """Write the name of a horizontal line above its left end."""
-    return annotate(axes, words, (0.0, value), (4, 2), is_share=True, ha="left", va="bottom", zorder=1.5, bbox=ON_WHITE)
-
-
 def annotate(
     axes: Axes,
     words: str,
@@ -180,13 +175,3 @@ def annotate(
     near["xycoords"] = ("axes fraction", "data") if is_share else "data"
     look: dict[str, Any] = {"fontsize": 8, "color": MUTED, "va": "center"} | style
     return axes.annotate(words, xy=at, **near, **look)
-
-
-def annotate_along(
-    axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float], way: Any, **style: Any
-) -> Annotation:
-    """Write small words centred at a point of a line that goes `way` (across and up, in pixels), parallel to it."""
-    angle = math.degrees(math.atan2(way[1], way[0]))
-    named = annotate(axes, words, at, offset, rotation=angle, rotation_mode="anchor", ha="center", **style)
-    Tag(is_log=True).put_on(named)
-    return named

@@ -112,7 +112,7 @@ class Chart:
     details: Callable[[Curve], Sequence[str]]
     extra_labels: Sequence[EndLabel] = ()
     extra_values: Sequence[float] = ()
-    draw: Callable[[Axes], None]
+    draw: Callable[[Axes], object]
     note: str = ""
     said: Callable[[Curve], str] = lambda _: ""
 
@@ -238,7 +238,9 @@ def _draw_dots(
             words = outcome(series.failures[-1].record.status).brief
             look = looks[series.label]
             rows.append(DotRow(name=series.label, label=series.label, look=look, words=words, tip=words))
-    page = Page(f"{chart.title}: {panel.title}", f"{note}; bars: 95 % intervals" if _has_ends(curves) else note)
+    if any(mark.ends for curve in curves for mark in curve.marks):
+        note += "; bars: 95 % intervals"
+    page = Page(f"{chart.title}: {panel.title}", note)
     axes = row_axes(page, rows)
     value_axis(axes, values, chart.show, chart.base, name="x")
     axes.set_xlabel(f"{chart.title[:1].lower()}{chart.title[1:]} (logarithmic)")
@@ -246,10 +248,6 @@ def _draw_dots(
         axes.axvline(1.0, color=INK, lw=1.0, zorder=1)
     draw_rows(axes, rows, POSITIVE)
     return page
-
-
-def _has_ends(curves: Sequence[Curve]) -> bool:
-    return any(mark.ends for curve in curves for mark in curve.marks)
 
 
 def _alt(curve: Curve, chart: Chart) -> str:

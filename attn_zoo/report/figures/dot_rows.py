@@ -20,17 +20,11 @@ _NAME_SIZE, _WORDS_SIZE = 10, 8.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DotRow:
-    """One row.
+    """One row: a name at its left, words at its right, between them a dot with its interval where there is a value.
 
     Args:
-        name: at its left.
         label: whose row it is.
-        look: of its marks.
-        words: at its right; these and the name stand alone where nothing was measured.
         tip: what the dot says.
-        value: of the dot.
-        ends: of its interval.
-        is_filled: the dot is full.
         singles: smaller marks below the dot.
     """
 

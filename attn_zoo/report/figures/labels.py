@@ -35,13 +35,7 @@ _AIR = 7.0
 class EndLabel:
     """The name of a curve, smaller lines below it, and the data point at its end.
 
-    Args:
-        name: as it is written.
-        details: below it.
-        colour: of the name and the line to the point.
-        x: of the point.
-        y: of the point.
-        of: the label of the curve; empty where nothing is hidden by pressing the name.
+    Pressing the name hides the curve `of` this label, if given.
     """
 
     name: str

@@ -131,7 +131,8 @@ class Page:
         """Draw a legend below what stands already; nothing for no entries. Pressing one of `keys` hides its curve."""
         if not entries:
             return
-        widths = [_entry_width(str(entry.get_label())) for entry in entries]
+        beside = _LEGEND_SIZE / 72 * (_LEGEND_LINE + _LEGEND_PAD)
+        widths = [text_size(str(entry.get_label()), _LEGEND_SIZE)[0] + beside for entry in entries]
         left = max(0.1, min(left, self.width - _MARGIN - max(widths)))
         columns = _legend_columns(widths, self.width - left - _MARGIN)
         legend = self.figure.legend(
@@ -177,11 +178,6 @@ class Page:
         for axes, left, top, width, height in self._places:
             low = bottom - top - height
             axes.set_position((left / self.width, low / bottom, width / self.width, height / bottom))
-
-
-def _entry_width(label: str) -> float:
-    """Return how many inches an entry of a legend takes."""
-    return text_size(label, _LEGEND_SIZE)[0] + _LEGEND_SIZE / 72 * (_LEGEND_LINE + _LEGEND_PAD)
 
 
 def _legend_columns(widths: Sequence[float], room: float) -> int:

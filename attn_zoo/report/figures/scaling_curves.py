@@ -14,7 +14,7 @@ from attn_zoo.report.analysis.fits import NOT_SETTLED, Crossing, Growth, slope_w
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series, doubt_counts
 from attn_zoo.report.analysis.winners import SpeedUp
-from attn_zoo.report.figures.axes import annotate_along, draw_intervals
+from attn_zoo.report.figures.axes import annotate, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
 from attn_zoo.report.figures.labels import EndLabel
 from attn_zoo.report.figures.page import Page
@@ -183,7 +183,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         note=_doubtful(panel, curves),
         extra_labels=[EndLabel(baseline, (f"exact: {ratio(1)}",), INK, max(panel.exact), 1.0)],
         extra_values=[1.0],
-        draw=_draw_ones,
+        draw=lambda axes: axes.axhline(1.0, color=INK, lw=1.0, zorder=1),
     )
     return draw_chart(panel, looks, curves, chart)
 
@@ -194,10 +194,6 @@ def _ratio_words(every: Iterable[SpeedUp]) -> str:
     if len(kinds) > 1:
         return "ratio by rounds where timed in turns, else of medians"
     return "ratio by rounds, timed in turns" if kinds == {True} else "ratio of medians"
-
-
-def _draw_ones(axes: Axes) -> None:
-    axes.axhline(1.0, color=INK, lw=1.0, zorder=1)
 
 
 def _marker(words: str, **look: Any) -> Line2D:
@@ -308,4 +304,7 @@ def _reference_slopes(axes: Axes, points: Sequence[tuple[float, float]]) -> None
         Tag(is_log=True).put_on(*axes.plot(ends, heights, color=GUIDE, lw=1.0, ls=MARK, zorder=0.6))
         middle = math.sqrt(ends[0] * ends[1])
         offset, va = ((0, -2), "top") if slope == 1 else ((0, 2), "bottom")
-        annotate_along(axes, words, (middle, factor * middle**slope), offset, end - start, va=va, zorder=0.7)
+        across, up = end - start
+        along: dict[str, Any] = {"rotation": math.degrees(math.atan2(up, across)), "rotation_mode": "anchor"}
+        at = middle, factor * middle**slope
+        Tag(is_log=True).put_on(annotate(axes, words, at, offset, ha="center", va=va, zorder=0.7, **along))

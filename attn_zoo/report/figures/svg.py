@@ -62,12 +62,7 @@ NO_TAG = Tag()
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure as markup.
-
-    Args:
-        view_box: of its `svg` element.
-        markup: what stands inside that element.
-    """
+    """One figure: the view box of its `svg` element, and the markup that stands inside that."""
 
     view_box: str
     markup: str

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.training_runs import Trial
-from attn_zoo.report.figures.axes import draw_curve, name_mark, score_axis, set_ticks
+from attn_zoo.report.figures.axes import ON_WHITE, annotate, draw_curve, score_axis, set_ticks
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, MUTED, SOLID, Looks, plain
@@ -64,7 +65,8 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
             axes.plot(failed, edges, marker="x", ms=6, mew=1.8, lw=0, color=looks[key[0]].colour, zorder=4)
         trials = [trial for curve in lost.values() for trial in curve.values() if trial.validation is None]
         reasons = sorted({outcome(run.record.status).word for trial in trials for run in trial.runs})
-        name_mark(axes, edge, f"no score: {', '.join(reasons)}")
+        style: dict[str, Any] = {"ha": "left", "va": "bottom", "zorder": 1.5, "bbox": ON_WHITE}
+        annotate(axes, f"no score: {', '.join(reasons)}", (0.0, edge), (4, 2), is_share=True, **style)
     set_ticks(axes.xaxis, rates, lambda value: f"{value:g}")
     axes.set_xlabel("learning rate (base_lr)")
     score_axis(axes.yaxis, metric, f"validation {metric.axis}")

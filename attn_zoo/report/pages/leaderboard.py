@@ -165,17 +165,13 @@ def leaderboard_readme(machines: Sequence[Machine]) -> str:
         beside = f" ({escape_markdown(machine.name)})" if machine.name else ""
         lines += [f"## {escape_markdown(machine.words)}{beside}", ""]
         for run in machine.runs:
-            page = f"[{escape_markdown(_link_words(machine, run))}]({run.where}/README.md)"
+            name = f"{machine.name}/{run.name}" if machine.name else run.name  # two machines may have runs of one name
+            page = f"[{escape_markdown(name)}]({run.where}/README.md)"
             for question, answer in run.answers:
                 lines += [f"**{question}** {escape_markdown(answer)} ({page})", ""]
             unfinished = [run.unfinished] if run.unfinished else []
             lines += [*(f"- {escape_markdown(text)}" for text in [*unfinished, *run.said]), ""]
     return "\n".join(lines)
-
-
-def _link_words(machine: Machine, run: RunPage) -> str:
-    """Return what a link to a run says by itself: two machines may have runs of one name."""
-    return f"{machine.name}/{run.name}" if machine.name else run.name
 
 
 def _machine_words(analysis: Analysis) -> str:

@@ -11,15 +11,7 @@ from attn_zoo.report.analysis.contradictions import flops_ratios
 from attn_zoo.report.analysis.efficiency import CONVENTIONS, OF_DECODING, SHARE, Efficiency
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import shown_doubts
-from attn_zoo.report.tables.table import (
-    MARK_REMARKS,
-    Column,
-    Remark,
-    Row,
-    Table,
-    number_column,
-    text_column,
-)
+from attn_zoo.report.tables.table import MARK_REMARKS, Column, Remark, Table, number_column, text_column
 from attn_zoo.report.tables.time_tables import pass_columns
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, marks_of
@@ -143,12 +135,13 @@ def flops_table(analysis: Analysis) -> Table | None:
         columns=(
             text_column("variant", priority=0),
             text_column("of", "setting", priority=1),
-            Column(heading="formula / count", show=_flops_ratio, sort=lambda row: row["most"], priority=0),
+            Column(
+                heading="formula / count",
+                show=lambda row: f"{row['ratios']}{' (!)' if row['is_too_many'] else ''}",
+                sort=lambda row: row["most"],
+                priority=0,
+            ),
             text_column("lengths", priority=2),
         ),
         rows=tuple(rows),
     )
-
-
-def _flops_ratio(row: Row) -> str:
-    return f"{row['ratios']} (!)" if row["is_too_many"] else str(row["ratios"])

@@ -245,10 +245,7 @@ def _about_scores(analysis: Analysis) -> Note:
     kinds = dict.fromkeys(f"{group.metric.axis}, protocol {group.setting.protocol}" for group in groups)
     scores = f"Scores: {'; '.join(kinds)}; mean over seeds on test. Floor: the best of chance and trivial models."
     means = [
-        Remark(
-            f"{capital(heading)}: over {' and '.join(group.task_title for group in each.common)}.",
-            heading=heading,
-        )
+        Remark(f"{capital(heading)}: over {' and '.join(group.task_title for group in each.common)}.", heading=heading)
         for each in _shown_overviews(analysis)
         if (heading := _mean_heading(each))
     ]

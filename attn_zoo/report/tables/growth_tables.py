@@ -37,13 +37,14 @@ def exponent_table(analysis: Analysis) -> Table:
         for fits in (panel.time, panel.memory)
         for growth in _slowest_growth_first(panel, fits)
     ]
+    has_waiting = any(series.waiting for panel in analysis.panels for series in panel.series)
     return Table(
         name="exponents",
         title="Growth with the sequence length",
         notes=(
             (
                 "Exponent k of N^k: a straight line through the top decade of lengths, three at least"
-                f"{', without those that wait for the host' if _has_waiting(analysis) else ''}."
+                f"{', without those that wait for the host' if has_waiting else ''}."
             ),
             BRACKETS,
             Remark("Last slope: between the two longest, whatever took the time.", heading="last slope"),
@@ -91,10 +92,6 @@ def _claimed(row: Row) -> str:
     if row["claimed_exponent"] is None:
         return ""
     return f"{row['claimed_exponent']:g}" + (" (!)" if row["is_contradicted"] else "")
-
-
-def _has_waiting(analysis: Analysis) -> bool:
-    return any(series.waiting for panel in analysis.panels for series in panel.series)
 
 
 def _growth_row(growth: Growth, shown: frozenset[str]) -> dict[str, Any]:
@@ -229,7 +226,13 @@ def crossover_table(analysis: Analysis) -> Table:
                 priority=0,
             ),
             Column(heading="interval", show=_crossing_interval, align="left", priority=3),
-            Column(heading="than", show=_than, brief=_brief_than, align="left", priority=0 if is_several else 4),
+            Column(
+                heading="than",
+                show=_than,
+                brief=lambda text: text.removesuffix(", in turns"),
+                align="left",
+                priority=0 if is_several else 4,
+            ),
         ),
         rows=tuple(rows),
         fields_if_empty=("variant", "quantity", "against", "outcome", "crossing"),
@@ -238,10 +241,6 @@ def crossover_table(analysis: Analysis) -> Table:
 
 def _than(row: Row) -> str:
     return f"{row['against']}, in turns" if row["is_in_turns"] else str(row["against"])
-
-
-def _brief_than(text: str) -> str:
-    return text.removesuffix(", in turns")
 
 
 def _crossing_rank(row: Row) -> float | None:

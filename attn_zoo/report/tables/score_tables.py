@@ -286,7 +286,12 @@ def trials_table(group: AccuracyGroup) -> Table | None:
         ),
         columns=(
             text_column("variant", priority=0),
-            Column(heading=", ".join(group.setting.tuned), show=_trial, align="left", priority=0),
+            Column(
+                heading=", ".join(group.setting.tuned),
+                show=lambda row: f"{row['values']}{' *' if row['is_selected'] else ''}",
+                align="left",
+                priority=0,
+            ),
             interval_column("validation", "validation", group.metric.show, priority=0, show_end=group.metric.end),
             number_column("seeds", "num_seeds", "{:.0f}".format),
             number_column("test", "test", group.metric.show, priority=1),
@@ -294,10 +299,6 @@ def trials_table(group: AccuracyGroup) -> Table | None:
         ),
         rows=rows,
     )
-
-
-def _trial(row: Row) -> str:
-    return f"{row['values']} *" if row["is_selected"] else str(row["values"])
 
 
 def pretraining_table(group: AccuracyGroup) -> Table | None:

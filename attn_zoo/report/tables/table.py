@@ -200,13 +200,7 @@ def interval_column(
         text = show(row[key]) + ("" if None in ends else f" [{end(ends[0])}, {end(ends[1])}]")
         return marked(text, row[marks] if marks else "")
 
-    return Column(
-        heading=heading,
-        show=full,
-        brief=without_interval,
-        sort=lambda row: row[key],
-        priority=priority,
-    )
+    return Column(heading=heading, show=full, brief=without_interval, sort=lambda row: row[key], priority=priority)
 
 
 def marked(text: str, marks: str) -> str:

@@ -215,10 +215,6 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
     }
 
 
-def _rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    return [_row(panel, series, point, shown) for series in panel.ranked for point in series.outcomes.values()]
-
-
 def _measured(table: Literal["scaling", "steps"]) -> list[Column]:
     """Return a column for each of `CALLS` that a table shows."""
     shown = (each for each in CALLS if table in each.tables)
@@ -315,13 +311,10 @@ def step_table(analysis: Analysis) -> Table | None:
     panels = [panel for panel in analysis.panels if panel.pass_ == "step"]
     points = [point for panel in panels for point in panel.points]
     shown = shown_doubts(points)
-    rows = [
-        row
-        for panel in panels
-        for row in sorted(
-            _rows(panel, shown), key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"])
-        )
-    ]
+    rows = []
+    for panel in panels:
+        own = [_row(panel, series, point, shown) for series in panel.ranked for point in series.outcomes.values()]
+        rows += sorted(own, key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"]))
     if not rows:
         return None
     subtitles = " ".join(f"{text}." for text in dict.fromkeys(panel.subtitle for panel in panels))
