@@ -150,8 +150,8 @@ def _budgets(subject: _Subject) -> Found:
 
 def _trials(subject: _Subject) -> Found:
     for group in subject.groups:
-        for warning in group.warnings:
-            yield group.title, warning.removeprefix(f"{group.title}: ")
+        if group.warning:
+            yield group.title, group.warning.removeprefix(f"{group.title}: ")
         able = (score for score in group.scores if any(run.record.status != "unsupported" for run in score.runs))
         counts = {score.name: len(score.runs) for score in able}
         most = max(counts.values(), default=0)

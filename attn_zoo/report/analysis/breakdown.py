@@ -71,8 +71,3 @@ def floors_by_place(group: AccuracyGroup, axes: Sequence[str]) -> dict[tuple[flo
     scores = (run.score for score in group.scores for run in score.runs if run.score and run.score.breakdown)
     known = (score.breakdown for score in scores if all("floor" in entry for entry in score.breakdown))
     return dict(sorted(_by_place(next(known, ()), axes, "floor").items()))
-
-
-def values_of(group: AccuracyGroup, axes: Sequence[str], index: int) -> list[float]:
-    """Return the values that occur on one axis, ascending."""
-    return sorted({part.place[index] for score in group.scores for part in parts(score, axes)})

@@ -145,20 +145,20 @@ class Crossing:
         return self.result.support >= CLEAR
 
 
-def samples_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, list[float]]:
-    """Return positive samples by length: many for time, one for everything else (which does not vary)."""
+_Samples = tuple[dict[int, list[float]], dict[int, tuple[int, ...]]]
+
+
+def samples_by_length(points: Sequence[Point], quantity: Quantity) -> _Samples:
+    """Return positive samples by length, and of time, which alone varies, how many each process took."""
+    sizes = {}
     if quantity == "time":
         samples = {point.seq_len: list(point.timing.samples_ms or (point.median_ms,)) for point in points}
+        sizes = {point.seq_len: point.timing.process_sizes for point in points}
     elif quantity == "device":
         samples = {point.seq_len: [point.device_ms or 0.0] for point in points}
     else:
         samples = {point.seq_len: [float(getattr(point.memory, quantity) or 0)] for point in points}
-    return {length: values for length, values in samples.items() if min(values) > 0}
-
-
-def processes_by_length(points: Sequence[Point], quantity: Quantity) -> dict[int, tuple[int, ...]]:
-    """Return how many of these samples each process took, by length; nothing for what does not vary."""
-    return {point.seq_len: point.timing.process_sizes for point in points} if quantity == "time" else {}
+    return {length: values for length, values in samples.items() if min(values) > 0}, sizes
 
 
 def growth(series: Series, quantity: Quantity = "time") -> Growth:
@@ -166,10 +166,10 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
 
     Of time on a GPU, what the GPU alone took, where that was measured; lengths that wait for the host are left out.
     """
-    every, sizes = samples_by_length(series.points, quantity), processes_by_length(series.points, quantity)
-    samples, device, last_waiting = dict(every), {}, 0
+    every, sizes = samples_by_length(series.points, quantity)
+    samples, device, last_waiting = dict(every), dict[int, list[float]](), 0
     if quantity == "time":
-        device = samples_by_length(series.points, "device")
+        device, _ = samples_by_length(series.points, "device")
         waiting = {length for length in series.waiting if length not in device}
         last_waiting = max(waiting, default=0)
         samples = {length: values for length, values in every.items() if length not in waiting} | device
@@ -281,20 +281,14 @@ def crossings(
 
 
 def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_main: bool) -> Crossing:
-    own = samples_by_length([pair.point for pair in pairs.values()], quantity)
-    other = samples_by_length([pair.exact for pair in pairs.values()], quantity)
+    own, own_sizes = samples_by_length([pair.point for pair in pairs.values()], quantity)
+    other, other_sizes = samples_by_length([pair.exact for pair in pairs.values()], quantity)
     common = set(own) & set(other)
     against = " / ".join(dict.fromkeys(pairs[length].against for length in sorted(common))) or exact
     if not common:
         return Crossing(label=label, against=against, quantity=quantity, is_main=is_main, result=None)
     paired = {length for length in common if quantity == "time" and pairs[length].is_in_turns}
-    result = crossover(
-        own,
-        other,
-        sizes_x=processes_by_length([pair.point for pair in pairs.values()], quantity),
-        sizes_baseline=processes_by_length([pair.exact for pair in pairs.values()], quantity),
-        paired=paired,
-    )
+    result = crossover(own, other, sizes_x=own_sizes, sizes_baseline=other_sizes, paired=paired)
     waiting: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     if quantity in {"time", "device"}:

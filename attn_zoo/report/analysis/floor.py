@@ -65,17 +65,10 @@ def size_error(value: float, num_examples: int | None, metric: Metric) -> float 
     return float((value * (1.0 - value) / num_examples) ** 0.5)
 
 
-def margin(low: float | None, high: float | None, error: float | None) -> float | None:
-    """Return half the width of the wider of two intervals: over seeds, and from the size of the test set."""
-    halves = [TWO_SIDED * error] if error is not None else []
-    if low is not None and high is not None:
-        halves.append((high - low) / 2)
-    return max(halves) if halves else None
-
-
-def with_chance(floors: Mapping[str, float], chance: float | None) -> dict[str, float]:
-    """Return what needs no attention, by name: floors, and chance where it is known."""
-    return dict(floors) | ({CHANCE: chance} if chance is not None else {})
+def ranked_marks(floors: Mapping[str, float], chance: float | None, metric: Metric) -> dict[str, float]:
+    """Return floors, and chance where it is known, by name, the best last: of equal ones the first by name."""
+    marks = dict(floors) | ({CHANCE: chance} if chance is not None else {})
+    return dict(sorted(sorted(marks.items()), key=lambda mark: metric.order(mark[1]))[::-1])
 
 
 def judge(
@@ -88,25 +81,22 @@ def judge(
 ) -> Standing | None:
     """Return where a mean score with its interval over seeds stands, or None where neither chance nor a floor is known.
 
-    `marks` are what chance and trivial models score, by name.
+    The last of the marks is the best of what chance and trivial models score.
     """
     if not marks:
         return None
-    *_, (best, mark) = ranked_marks(marks, metric)
+    *_, (best, mark) = marks.items()
     gain = metric.gain(value, mark)
     if gain <= 0:
         return Standing(best, mark, gain, "not beaten")
     # Were it no better than the mark, its error would be that of the mark: that of all answers right is none at all.
     errors = (size_error(each, num_examples, metric) for each in (value, mark))
-    uncertainty = margin(low, high, max((error for error in errors if error is not None), default=None))
-    if uncertainty is None:
+    halves = [TWO_SIDED * error for error in errors if error is not None]
+    if low is not None and high is not None:
+        halves.append((high - low) / 2)
+    if not halves:
         return Standing(best, mark, gain, "unknown")
-    return Standing(best, mark, gain, "beaten" if gain > uncertainty else "not settled")
-
-
-def ranked_marks(marks: Mapping[str, float], metric: Metric) -> list[tuple[str, float]]:
-    """Return chance and floors, the best last: of equal ones the first by name."""
-    return sorted(sorted(marks.items()), key=lambda mark: metric.order(mark[1]))[::-1]
+    return Standing(best, mark, gain, "beaten" if gain > max(halves) else "not settled")
 
 
 def near_marks(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from statistics import fmean
 
 import numpy as np
 
-from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error, with_chance
+from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Results
@@ -140,13 +140,14 @@ class AccuracyGroup:
         metric: of all scores.
         chance: what guessing scores, or None where no run finished.
         floors: what trivial models score, by name.
+        marks: these and chance, the best last.
         references: what further models score that need no attention; no row is judged by them.
         scores: ordered by label, from scratch first.
         trials: what was tuned, by label and start; one trial each where nothing was.
         baseline: label of the exact variant that differences refer to, or empty.
         num_examples: in the test set.
         num_machines: that the runs were made on.
-        warnings: what makes the comparison doubtful.
+        warning: what makes the comparison doubtful; empty for nothing.
     """
 
     setting: Setting
@@ -156,14 +157,15 @@ class AccuracyGroup:
     name: str
     metric: Metric
     chance: float | None
-    floors: Mapping[str, float] = field(default_factory=dict)
-    references: Mapping[str, float] = field(default_factory=dict)
-    scores: tuple[LabelScore, ...] = ()
-    trials: Mapping[tuple[str, str], tuple[Trial, ...]] = field(default_factory=dict)
-    baseline: str = ""
-    num_examples: int | None = None
-    num_machines: int = 1
-    warnings: tuple[str, ...] = ()
+    floors: Mapping[str, float]
+    marks: dict[str, float]
+    references: Mapping[str, float]
+    scores: tuple[LabelScore, ...]
+    trials: Mapping[tuple[str, str], tuple[Trial, ...]]
+    baseline: str
+    num_examples: int | None
+    num_machines: int
+    warning: str
 
     @property
     def heading(self) -> str:
@@ -185,11 +187,6 @@ class AccuracyGroup:
     def starts(self) -> tuple[str, ...]:
         """What models had learned before, random weights first."""
         return tuple(sorted({score.start for score in self.scores}))
-
-    @property
-    def marks(self) -> dict[str, float]:
-        """Chance and floors by name, worst first."""
-        return dict(ranked_marks(with_chance(self.floors, self.chance), self.metric))
 
     @property
     def best_mark(self) -> tuple[str, float] | None:
@@ -271,9 +268,9 @@ def _group(
     }
     ran = {names[key]: trials[key] for key in trials if any(run.record.status != "unsupported" for run in members[key])}
     title = _task_title(setting, varying)
-    warning = unequal_trials(title, ran)
     chance = fmean(score.chance for score in scores) if scores else None
     floors = _means([score.floors for score in scores])
+    marks = ranked_marks(floors, chance, metric)
     return AccuracyGroup(
         setting=setting,
         title=title,
@@ -283,6 +280,7 @@ def _group(
         metric=metric,
         chance=chance,
         floors=floors,
+        marks=marks,
         references=_means([score.references for score in scores]),
         scores=tuple(
             _label_score(
@@ -291,7 +289,7 @@ def _group(
                 chosen.get((baseline, key[1])),
                 num_trials=len(trials[key]),
                 metric=metric,
-                marks=with_chance(floors, chance),
+                marks=marks,
             )
             for key in trials
         ),
@@ -299,7 +297,7 @@ def _group(
         baseline=baseline,
         num_examples=max((score.num_examples for score in scores if score.num_examples), default=None),
         num_machines=len({run.environment for run in runs if run.score}),
-        warnings=(warning,) if warning else (),
+        warning=unequal_trials(title, ran),
     )
 
 

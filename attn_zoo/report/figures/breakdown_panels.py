@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from numpy.typing import NDArray
 
-from attn_zoo.report.analysis.breakdown import Part, axes_of, floors_by_place, parts, values_of
+from attn_zoo.report.analysis.breakdown import Part, axes_of, floors_by_place, parts
 from attn_zoo.report.analysis.floor import FAR
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
@@ -28,6 +28,7 @@ LOGARITHMIC_FROM = 8
 _ENDINGS = (("seq_len", "sequence length", "tokens"), ("_len", " length", "tokens"), ("_percent", "", "%"))
 """Of names of properties, with what they say and their units."""
 Grid = NDArray[np.float64]
+Scored = Sequence[tuple[LabelScore, Sequence[Part]]]
 Floors = Mapping[tuple[float, ...], float]
 """Scores by place."""
 COLOURS = "viridis"
@@ -43,8 +44,8 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
     """Return curves or heat maps; None where no run has a breakdown."""
     every = axes_of(group)
     axes = every[:2]
-    scores = [score for score in group.ranked if parts(score, axes)] if axes else []
-    if not scores:
+    scored = [(score, found) for score in group.ranked if (found := parts(score, axes))] if axes else []
+    if not scored:
         return None
     title = f"{group.metric.title} by {' and '.join(_words(name) for name in axes)}: {group.title}"
     note = group.how + (f"; mean over {', '.join(map(_words, every[2:]))}" if len(every) > 2 else "")
@@ -55,9 +56,13 @@ def draw_breakdown(group: AccuracyGroup, looks: Looks) -> Page | None:
         name, value = group.best_mark
         note += f"; best floor, of all examples together: {plain(name.replace('_', ' '))} {group.metric.show(value)}"
     draw = _draw_curves if len(axes) == 1 else _draw_maps
-    page = draw(group, scores, floors, axes, looks, title, note)
-    words = (f"{score.name}: {_alt(parts(score, axes), axes, group.metric)}" for score in scores)
-    return page.describe(words)
+    page = draw(group, scored, floors, axes, looks, title, note)
+    return page.describe(f"{score.name}: {_alt(found, axes, group.metric)}" for score, found in scored)
+
+
+def _values(scored: Scored, index: int) -> list[float]:
+    """Return the values that occur on one axis, ascending."""
+    return sorted({part.place[index] for _, found in scored for part in found})
 
 
 def _words(name: str) -> str:
@@ -99,7 +104,7 @@ def _alt(scored: Sequence[Part], axes: Sequence[str], metric: Metric) -> str:
 
 def _draw_curves(
     group: AccuracyGroup,
-    scores: Sequence[LabelScore],
+    curves: Scored,
     floors: Floors,
     axes: Sequence[str],
     looks: Looks,
@@ -107,7 +112,6 @@ def _draw_curves(
     note: str,
 ) -> Page:
     metric, chance = group.metric, group.chance
-    curves = [(score, parts(score, axes)) for score in scores]
     note += "; mean over seeds with its 95 % t-interval"
     is_near = False
     if chance is not None:
@@ -145,7 +149,7 @@ def _draw_curves(
         ]
         style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
         draw_intervals(panel, bars, metric.bounds, tag=Tag(of=score.name), **style)
-    _property_axis(panel, values_of(group, axes, 0), _axis_words(axes[0]))
+    _property_axis(panel, _values(curves, 0), _axis_words(axes[0]))
     score_axis(panel.yaxis, metric, f"{metric.axis} on test")
     draw_end_labels(panel, labels)
     return page
@@ -175,7 +179,7 @@ def _property_axis(axes: Axes, values: Sequence[float], words: str) -> None:
 
 def _draw_maps(
     group: AccuracyGroup,
-    scores: Sequence[LabelScore],
+    scored: Scored,
     floors: Floors,
     axes: Sequence[str],
     looks: Looks,
@@ -183,10 +187,10 @@ def _draw_maps(
     note: str,
 ) -> Page:
     metric = group.metric
-    across, up = values_of(group, axes, 0), values_of(group, axes, 1)
+    across, up = _values(scored, 0), _values(scored, 1)
     maps: list[tuple[str, float | None, str, Floors]] = [
-        (score.name, score.mean, looks[score.label].colour, {part.place: part.mean for part in parts(score, axes)})
-        for score in scores
+        (score.name, score.mean, looks[score.label].colour, {part.place: part.mean for part in found})
+        for score, found in scored
     ]
     maps += [("best floor", None, MUTED, floors)] if floors else []
     columns = min(len(maps), 2 if len(across) > 6 else 3)

@@ -81,8 +81,6 @@ def draw_end_labels(axes: Axes, labels: Sequence[EndLabel], *, is_below_strip: b
     That of a point far from the right edge crosses the panel: it is dotted and grey, so that nobody takes it for data.
     Limits and scales of the axes must be final. Below a strip, where other names stand, labels stay lower.
     """
-    if not labels:
-        return
     figure = _figure_of(axes)
     axes.set_ylim(axes.get_ylim())  # drawing must not move the limits any more
     box = axes.get_window_extent()

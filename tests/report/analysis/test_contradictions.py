@@ -100,7 +100,7 @@ def test_flops_that_were_claimed_and_did_not_run(tmp_path):
     run = run_of(tmp_path, records)
     analysis = analyse([run])
     (found,) = flops_ratios(analysis.results.observations)
-    assert (found.label, found.least, found.is_too_many) == ("linformer", 2.0, True)
+    assert (found.variant, found.least, found.is_too_many) == ("linformer", 2.0, True)
     said = "More FLOPs are claimed than ran: linformer (bidirectional, attention) 2 times at 1k tokens."
     assert said in findings(analysis)
     page, *_ = write_report([run], tmp_path / "out")
