@@ -34,7 +34,7 @@ def report(
     ] = False,
 ) -> None:
     """Write tables, figures and one self-contained report.html; print the tables."""
-    from attn_zoo.report import print_report
+    from attn_zoo.report.pages.write import print_report
 
     if index:
         from attn_zoo.report.pages.leaderboard import front_pages

@@ -280,8 +280,8 @@ def test_an_empty_folder_of_results_shows_that(tmp_path, done):
 
 
 def test_a_string_is_one_folder_wherever_a_list_is_expected(done, tmp_path):
-    from attn_zoo.report import load_runs, write_report
-    from attn_zoo.report.export import export
+    from attn_zoo.report.export import export, load_runs
+    from attn_zoo.report.pages.write import write_report
 
     name = str(done.folders[0])
     other = shutil.copytree(name, tmp_path / "two")

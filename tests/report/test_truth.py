@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from attn_zoo.displays import Run
 from attn_zoo.folder import pack_cells
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
@@ -23,7 +24,6 @@ from attn_zoo.report.pages.findings import (
 )
 from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.leaderboard import read_machines
-from attn_zoo.report.pages.write import write_results_readme
 from attn_zoo.report.tables.all_tables import make_tables, status_table, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table, exponent_table
@@ -86,7 +86,8 @@ def test_an_unfinished_run_says_so_everywhere(unfinished):
     (row,) = status_table(analysis).rows
     assert (row["status"], row["num_cells"], row["reason"]) == ("cancelled", 3, "time limit")
     assert "gave a measurement" not in said(analysis)
-    text = write_results_readme(unfinished).read_text(encoding="utf-8")
+    Run([unfinished]).report(has_readme=True)
+    text = (unfinished / "README.md").read_text(encoding="utf-8")
     assert "7 of 10 cells" in text
     assert "7 of 10 cells" in (unfinished / "report.html").read_text(encoding="utf-8")
     strip = next(picture for picture in make_pictures(analysis) if picture.name.startswith("time-"))
@@ -541,7 +542,8 @@ def test_the_front_of_a_report_is_one_sentence_one_figure_one_table_and_a_few_li
     assert rows["full"][-1] == "37.8 %"
     assert len(findings(analysis)) <= 7
     assert headline(analysis).count(". ") == 0
-    readme = write_results_readme(tmp_path / "run").read_text(encoding="utf-8")
+    Run([tmp_path / "run"]).report(has_readme=True)
+    readme = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) < 40
     assert readme.count("![") == 1
 
@@ -583,7 +585,8 @@ def test_a_part_of_a_matrix_is_said_to_be_one(tmp_path):
 def test_a_run_that_has_only_a_plan_gives_a_page(tmp_path):
     cells = [scaling("full", n).cell for n in LENGTHS[:2]] + [record.cell for record in trained(seeds=(0,))]
     run = write_run(tmp_path / "run", [], planned=pack_cells(cells))
-    text = write_results_readme(run).read_text(encoding="utf-8")
+    Run([run]).report(has_readme=True)
+    text = (run / "README.md").read_text(encoding="utf-8")
     assert "No cell has been run yet." in text
     assert "0 of 5 cells" in text
     assert not list((run / "figures").glob("*")) if (run / "figures").exists() else True

@@ -39,16 +39,6 @@ def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
     return write_analysis(analyse(dirs, is_brief=True), out)
 
 
-def write_results_readme(folder: str | Path) -> Path:
-    """Write the report of a results folder into it, with a `README.md` that shows it, and return that path.
-
-    Raises:
-        ConfigError: `folder` is not a results folder.
-        StoreError: it cannot be written.
-    """
-    return write_analysis(analyse([folder], is_brief=True), folder, has_readme=True)[-1]
-
-
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
     """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`.
 

@@ -13,10 +13,9 @@ from rich.console import Console
 from attn_zoo.displays import Run
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.folder import pack_cells
-from attn_zoo.report import write_report, write_results_readme
 from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import findings, headline
-from attn_zoo.report.pages.write import print_report
+from attn_zoo.report.pages.write import print_report, write_report
 from attn_zoo.report.units import clean, human_bytes, human_ms, human_number, slug
 from tests.report.synthetic import accuracy, scaling, write_run
 
@@ -87,7 +86,8 @@ def test_readme_shows_machine_findings_figures_and_tables(tmp_path):
         tmp_path / "run",
         [scaling("full", n) for n in (512, 1024)] + [replace(scaling("<b>", 512), packages={"strange": "1.0"})],
     )
-    text = write_results_readme(run).read_text(encoding="utf-8")
+    Run([run]).report(has_readme=True)
+    text = (run / "README.md").read_text(encoding="utf-8")
     for words in (
         "# quick",
         "3 cells",
@@ -103,7 +103,7 @@ def test_readme_shows_machine_findings_figures_and_tables(tmp_path):
     assert len(figures) == 1
     assert all((run / figure).is_file() for figure in figures)
     assert str(tmp_path) not in text
-    write_results_readme(run)  # a second time reads the same run, its own output aside
+    Run([run]).report(has_readme=True)  # a second time reads the same run, its own output aside
     assert (run / "README.md").read_text(encoding="utf-8") == text
 
 
@@ -135,7 +135,7 @@ def test_report_runs_without_torch(tmp_path):
     run = write_run(tmp_path / "run", [scaling("full", 512)])
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from attn_zoo.report import write_report\n"
+        "from attn_zoo.report.pages.write import write_report\n"
         f"write_report([{str(run)!r}], {str(tmp_path / 'out')!r})"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
