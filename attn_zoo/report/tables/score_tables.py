@@ -155,21 +155,19 @@ def _is_pretrained(group: AccuracyGroup) -> bool:
 def cost_table(group: AccuracyGroup) -> Table:
     """Return what each score cost: parameters, FLOPs, time, memory, padding."""
     rows = [_row(score) for score in group.ranked]
-    pretrained = _is_pretrained(group)
-    notes: list[str | Remark] = ["Means over seeds; of memory the most."]
-    if group.baseline:
-        words = f"Parameters: what is more than 10 % away from {group.baseline} says so."
-        notes.append(Remark(words, heading="parameters"))
-    if pretrained:
-        notes.append("Self-pretraining is additional.")
-    notes.append(Remark("(shared): other cells ran on the device meanwhile; these do not compare.", sign="(shared)"))
-    if group.num_machines > 1:
-        notes.append(f"Runs come from {group.num_machines} machines: their times do not compare.")
+    sizes = f"Parameters: what is more than 10 % away from {group.baseline} says so."
+    machines = f"Runs come from {group.num_machines} machines: their times do not compare."
     return _about(
         group,
         "cost",
         "What it cost",
-        notes=notes,
+        notes=(
+            "Means over seeds; of memory the most.",
+            Remark(sizes if group.baseline else "", heading="parameters"),
+            "Self-pretraining is additional." if _is_pretrained(group) else "",
+            Remark("(shared): other cells ran on the device meanwhile; these do not compare.", sign="(shared)"),
+            machines if group.num_machines > 1 else "",
+        ),
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),

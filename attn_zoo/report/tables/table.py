@@ -267,15 +267,13 @@ def to_csv(table: Table) -> str:
 
 def to_markdown(table: Table) -> str:
     """Return a GitHub table with its title and note."""
-    lines = [f"### {escape_markdown(table.title)}", ""]
-    if table.rows:
-        headings = [escape_markdown(column.heading) for column in table.columns]
-        lines.append("| " + " | ".join(headings) + " |")
-        lines.append("|" + "|".join("---:" if column.align == "right" else "---" for column in table.columns) + "|")
-        lines += ["| " + " | ".join(escape_markdown(text) for text in row) + " |" for row in table.texts()]
-    else:
-        return "\n".join([*lines, escape_markdown(table.note) or "Nothing to show.", ""])
-    return "\n".join([*lines, "", *([escape_markdown(table.note), ""] if table.note else [])])
+    title, note = f"### {escape_markdown(table.title)}", escape_markdown(table.note)
+    if not table.rows:
+        return "\n".join([title, "", note or "Nothing to show.", ""])
+    headings = [column.heading for column in table.columns]
+    rule = "|".join("---:" if column.align == "right" else "---" for column in table.columns)
+    head, *rows = ["| " + " | ".join(map(escape_markdown, texts)) + " |" for texts in (headings, *table.texts())]
+    return "\n".join([title, "", head, f"|{rule}|", *rows, "", *([note, ""] if note else [])])
 
 
 def escape_markdown(text: str) -> str:
