@@ -139,7 +139,6 @@ def history(
             continue  # of a commit that took the folder away, or of a folder that a newer version wrote
         for one in timed_cells(results, set()).values():
             if one.is_timed:
-                claim = results.claim(one.cell.variant)
                 row: dict[str, Any] = {
                     "commit": commit.digest,
                     "date": commit.date[:10],
@@ -148,7 +147,7 @@ def history(
                 }
                 row |= setting_of(one.cell, _SETTING) | side_of(one)
                 row |= {"protocol_version": one.cell.protocol_version, "environment": one.record.environment}
-                rows.append(row | {"is_exact": claim is not None and claim.is_exact})
+                rows.append(row | {"is_exact": results.claim(one.cell.variant).is_exact})
                 cells.append(one.cell)
     if not rows:
         why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"

@@ -53,8 +53,7 @@ class Analysis:
     @cached_property
     def controls(self) -> frozenset[str]:
         """Labels of variants that do without attention, which are never called the best."""
-        claims = {label: self.results.claim(variant) for label, variant in self.variants.items()}
-        return frozenset(label for label, claim in claims.items() if claim is not None and claim.is_control)
+        return frozenset(label for label, variant in self.variants.items() if self.results.claim(variant).is_control)
 
     @cached_property
     def shown(self) -> tuple[Panel, ...]:

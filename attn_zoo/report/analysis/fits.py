@@ -179,7 +179,7 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     medians = [math.exp(log) for log in log_medians(samples, 0, own_sizes)[1]]
     fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
     claimed = None
-    if series.claim is not None and quantity in {"time", "peak_bytes"}:
+    if quantity in {"time", "peak_bytes"}:
         name = "time_exponent" if quantity == "time" else "memory_exponent"
         claimed = getattr(series.claim, name)
         if claimed is not None and series.points:  # that of the options, where the record has it

@@ -74,9 +74,9 @@ class Results:
     runs: tuple[Run, ...]
     warnings: tuple[str, ...] = ()
 
-    def claim(self, variant: str) -> Claim | None:
-        """Return the claim of `variant` from the first run that stored one."""
-        return next((run.claims[variant] for run in self.runs if variant in run.claims), None)
+    def claim(self, variant: str) -> Claim:
+        """Return the claim of `variant` from the first run that stored one; nothing is claimed of an unknown one."""
+        return next((run.claims[variant] for run in self.runs if variant in run.claims), Claim())
 
     def ceilings(self, environment: str, device: str, dtype: str, threads: int | None) -> Ceilings | None:
         """Return what a machine could do, from the first run that measured it."""

@@ -255,7 +255,7 @@ def _panel(
     caveats = [
         f"{each.label}: {ROUTING_SEES_FUTURE}"
         for each in series
-        if setting["is_causal"] and each.points and each.claim is not None and each.claim.routing_sees_future
+        if setting["is_causal"] and each.points and each.claim.routing_sees_future
     ]
     return Panel(
         title=panel_title(setting, results.environments, varying),

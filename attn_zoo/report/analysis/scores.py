@@ -305,8 +305,7 @@ def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
     """Return the exact label with most seeds (the first by name among equals)."""
     seeds: dict[str, int] = {}
     for (label, _), trial in chosen.items():
-        claim = results.claim(trial.runs[0].record.cell.variant)
-        if claim is not None and claim.is_exact:
+        if results.claim(trial.runs[0].cell.variant).is_exact:
             seeds[label] = seeds.get(label, 0) + len(trial.scored)
     able = [label for label, count in seeds.items() if count]
     return max(able, key=lambda label: seeds[label]) if able else ""

@@ -178,7 +178,7 @@ class Series:
     variant: str
     points: tuple[Point, ...]
     failures: tuple[Failure, ...]
-    claim: Claim | None
+    claim: Claim
     is_simulated: bool
 
     @property
@@ -203,12 +203,12 @@ class Series:
     @property
     def is_exact(self) -> bool:
         """Whether the variant claims to equal softmax attention."""
-        return self.claim is not None and self.claim.is_exact
+        return self.claim.is_exact
 
     @property
     def is_control(self) -> bool:
         """Whether it shows what a model does without attention."""
-        return self.claim is not None and self.claim.is_control
+        return self.claim.is_control
 
     @property
     def is_judged(self) -> bool:
@@ -265,7 +265,7 @@ def make_series(label: str, members: Sequence[Observation], pass_: str, results:
     points = [replace(point, is_waiting=point.seq_len in waiting) for point in points]
     variant = members[0].cell.variant
     claim = results.claim(variant)
-    if claim is not None and pass_ not in get_args(CallPass):  # it does not say how one token grows, or a whole model
+    if pass_ not in get_args(CallPass):  # it does not say how one token grows, or a whole model
         claim = replace(claim, time_exponent=None, memory_exponent=None)
     return Series(
         label=label,

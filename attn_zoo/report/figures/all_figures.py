@@ -119,8 +119,8 @@ def draw_pictures(analysis: Analysis, start: str = "", panels: Sequence[Panel] |
 
     Drawn are figures whose names begin with `start`; of scaling those of `panels`, by default of every one.
     """
-    claims = {label: analysis.results.claim(variant) for label, variant in analysis.variants.items()}
-    looks = make_looks(analysis.labels, {label for label, claim in claims.items() if claim and claim.is_exact})
+    exact = {label for label, variant in analysis.variants.items() if analysis.results.claim(variant).is_exact}
+    looks = make_looks(analysis.labels, exact)
     for entry, name, subject in _subjects(analysis, analysis.panels if panels is None else panels):
         if name.startswith(start):
             with styled():
