@@ -64,7 +64,6 @@ class History:
                 text_column("subject", priority=3),
             ),
             rows=tuple(plain_rows(self.frame)),
-            fields_if_empty=tuple(self.frame.columns),
         )
 
     def page(self) -> Page:

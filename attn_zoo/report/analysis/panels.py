@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series, shown_doubts
-from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, speed_up, winners
+from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, fastest_of, is_paired, winners
 from attn_zoo.report.units import unique_name
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 
@@ -171,11 +171,16 @@ class Panel:
         point, baseline = series.outcomes.get(length), over or self.baseline
         if not isinstance(point, Point):
             return None
-        exact = baseline.outcomes.get(length) if baseline is not None else None
-        fastest = (baseline.label, exact) if baseline is not None and isinstance(exact, Point) else None
-        labels = {one.label for one in self.series if one.is_exact and not one.is_simulated and over in (None, one)}
-        bundles = (members for (own, _), members in self.bundles.items() if own == length)
-        return speed_up(series.label, point, fastest, bundles, labels)
+        rivals = {one.label for one in self.series if one.is_exact and not one.is_simulated and over in (None, one)}
+        pairs = []
+        for members in (turns for (seq_len, _), turns in self.bundles.items() if seq_len == length):
+            for own in (turn for label, turn in members if label == series.label):
+                able = [(turn, label) for label, turn in members if label in rivals and is_paired(turn, own)]
+                pairs += [SpeedUp(label, exact, own) for exact, label in able and [fastest_of(able)]]
+        if pairs:
+            return max(pairs, key=lambda one: len(one.point.timing.samples_ms))
+        fastest = baseline.outcomes.get(length) if baseline is not None else None
+        return SpeedUp(baseline.label, fastest, point) if baseline is not None and isinstance(fastest, Point) else None
 
     @property
     def peaks(self) -> dict[str, int]:

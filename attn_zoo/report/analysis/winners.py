@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attn_zoo.report.analysis.grouping import grouped
@@ -57,7 +57,7 @@ class SpeedUp:
     @property
     def is_in_turns(self) -> bool:
         """Whether both were timed in turns, so that what slowed a round slowed both."""
-        return _is_paired(self.exact, self.point)
+        return is_paired(self.exact, self.point)
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -65,32 +65,15 @@ class SpeedUp:
         return joint_doubts((self.exact, self.point))
 
 
-def speed_up(
-    label: str, point: Point, fastest: tuple[str, Point] | None, bundles: Iterable[Bundle], exact: Container[str]
-) -> SpeedUp | None:
-    """Return a point beside exact attention that was timed in turns with it; else beside the fastest, if there is one.
-
-    `bundles` are those of its length, `exact` the labels that may be compared with.
-    """
-    pairs = []
-    for members in bundles:
-        rivals = [(name, other) for name, other in members if name in exact]
-        for own in (own for name, own in members if name == label):
-            able = [(other, name) for name, other in rivals if _is_paired(other, own)]
-            pairs += [SpeedUp(name, other, own) for other, name in able and [fastest_of(able)]]
-    if pairs:
-        return max(pairs, key=lambda one: len(one.point.timing.samples_ms))
-    return None if fastest is None else SpeedUp(*fastest, point)
-
-
 def times_faster(slow: Point, fast: Point) -> Ratio:
     """Return how many times the time of one point is that of the other; pairs count where both were timed in turns."""
     samples = (point.timing.samples_ms or (point.median_ms,) for point in (slow, fast))
     sizes_a, sizes_b = slow.timing.process_sizes, fast.timing.process_sizes
-    return time_ratio(*samples, is_paired=_is_paired(slow, fast), sizes_a=sizes_a, sizes_b=sizes_b)
+    return time_ratio(*samples, is_paired=is_paired(slow, fast), sizes_a=sizes_a, sizes_b=sizes_b)
 
 
-def _is_paired(one: Point, other: Point) -> bool:
+def is_paired(one: Point, other: Point) -> bool:
+    """Whether both were timed in turns, in as many processes."""
     has_as_many = len(one.timing.process_sizes) == len(other.timing.process_sizes)
     return one.record.bundle == other.record.bundle != "" and has_as_many
 
@@ -103,7 +86,7 @@ def winners(every: Sequence[Series]) -> list[Winner]:
     for length, rivals in sorted(grouped(measured, lambda rival: rival[0].seq_len).items()):
         best, label = fastest_of(rivals)
         others = sorted((one for one in rivals if one[1] != label), key=lambda rival: (rival[0].median_ms, rival[1]))
-        near = [one for one in others if one[0].low_ms <= best.high_ms or _is_paired(one[0], best)]  # the rest is clear
+        near = [one for one in others if one[0].low_ms <= best.high_ms or is_paired(one[0], best)]  # the rest is clear
         level = [other for point, other in near if times_faster(point, best).low <= 1.0]
         found.append(Winner(length, (label, *level), len(rivals)))
     return found
@@ -117,6 +100,6 @@ def fastest_of(rivals: Sequence[tuple[Point, str]]) -> tuple[Point, str]:
     """
     best, *others = sorted(rivals, key=lambda rival: (rival[0].median_ms, rival[1]))
     for rival in others:
-        if _is_paired(rival[0], best[0]) and times_faster(rival[0], best[0]).high < 1.0:
+        if is_paired(rival[0], best[0]) and times_faster(rival[0], best[0]).high < 1.0:
             best = rival
     return best

@@ -147,8 +147,7 @@ def _bytes_words(rated: _Rated, what: str) -> str:
 
 def _place(row: Efficiency) -> tuple[float, float]:
     """Return where a row that has FLOPs stands under the roof."""
-    assert row.flops is not None
-    return row.flops / row.min_bytes, row.flops / row.time_ms * 1e3
+    return row.flops_per_byte or 0.0, row.flops_per_s or 0.0
 
 
 def _alt(label: str, last: Efficiency) -> str:

@@ -437,7 +437,6 @@ def score_table(analysis: Analysis) -> Table:
             for run in trial.runs
             for row in _score_rows(group, trial, run)
         ),
-        fields_if_empty=_SCORE_FIELDS,
     )
 
 

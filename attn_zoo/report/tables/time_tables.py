@@ -275,7 +275,6 @@ def measurement_table(analysis: Analysis) -> Table:
             text_column("flags", priority=8),
         ),
         rows=tuple(rows),
-        fields_if_empty=("variant", "pass", "seq_len", "status", "median_ms"),
     )
 
 
