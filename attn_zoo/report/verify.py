@@ -151,7 +151,7 @@ def _budgets(subject: _Subject) -> Found:
 def _trials(subject: _Subject) -> Found:
     for group in subject.groups:
         if group.warning:
-            yield group.title, group.warning.removeprefix(f"{group.title}: ")
+            yield group.title, group.warning
         able = (score for score in group.scores if any(run.record.status != "unsupported" for run in score.runs))
         counts = {score.name: len(score.runs) for score in able}
         most = max(counts.values(), default=0)

@@ -90,7 +90,7 @@ def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:
     every = (*results.observations, *results.left)
     panels = tuple(make_panels(results))
     groups = tuple(make_accuracy_groups(results))
-    doubts = tuple(group.warning for group in groups if group.warning)
+    doubts = tuple(f"{group.title}: {group.warning}" for group in groups if group.warning)
     doubts += tuple(text for panel in panels for text in _impossible(panel))
     if len(panels) > MOST_PANELS:
         beside = "figures, and tables on the page, are of those with most curves; the folder tables has all"

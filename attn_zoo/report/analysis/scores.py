@@ -297,7 +297,7 @@ def _group(
         baseline=baseline,
         num_examples=max((score.num_examples for score in scores if score.num_examples), default=None),
         num_machines=len({run.environment for run in runs if run.score}),
-        warning=unequal_trials(title, ran),
+        warning=unequal_trials(ran),
     )
 
 

@@ -38,9 +38,9 @@ def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], Ob
     return {key: replace(one, label=label) for (key, one), label in zip(found.items(), labels, strict=True)}
 
 
-def side_of(one: Observation | None) -> dict[str, Any]:
+def side_of(one: Observation) -> dict[str, Any]:
     """Return what a row says of one run: see `SIDE`."""
-    if one is None or not one.is_timed:
+    if not one.is_timed:
         return dict.fromkeys(SIDE)
     point = Point(one.record)
     return {name: getattr(point.memory if name == "peak_bytes" else point, name) for name in SIDE}

@@ -215,7 +215,7 @@ def _order(values: Mapping[str, Any]) -> list[tuple[str, bool, float, str]]:
     ]
 
 
-def unequal_trials(title: str, trials: Mapping[str, Sequence[Trial]]) -> str:
+def unequal_trials(trials: Mapping[str, Sequence[Trial]]) -> str:
     """Return a warning where not every label, of those that could run at all, got the same trials; else nothing."""
     choices = {name: {json.dumps(dict(trial.values), sort_keys=True) for trial in own} for name, own in trials.items()}
     if len(set(map(frozenset, choices.values()))) < 2:
@@ -223,8 +223,8 @@ def unequal_trials(title: str, trials: Mapping[str, Sequence[Trial]]) -> str:
     most = max(len(own) for own in trials.values())
     fewer = [f"{name} {len(own)}" for name, own in trials.items() if len(own) < most]
     if not fewer:
-        return f"{title}: tuned with different trials for different variants, so the comparison is not fair"
+        return "tuned with different trials for different variants, so the comparison is not fair"
     return (
-        f"{title}: tuned with unequal numbers of trials (most {most}; {', '.join(fewer)}), so the comparison favours "
+        f"tuned with unequal numbers of trials (most {most}; {', '.join(fewer)}), so the comparison favours "
         "those with more"
     )
