@@ -9,11 +9,11 @@ of exact attention in the dtype of the cell. Weights are as they are drawn: a ma
 Which structure a mechanism relies on shows where the inputs have it, and where they have not. Scores are
 s_ij = q_i k_j / sqrt(D), values have unit variance:
     diffuse: everything is normal, so s ~ N(0, 1): about S / e keys share the weight of a row.
-    peaked:  likewise with s ~ N(0, 4^2): a few keys at random places have nearly all of it.
+    peaked:  likewise with s ~ N(0, 4^2): few keys, at random places, have most of it.
     local:   keys and queries follow one smooth path: s_ii = 12, and s_ij is about 12 (1 - |i - j| / 32) within 32
-             positions, beyond them about N(0, 12^2 / D).
+             positions, beyond them about N(0, 12^2 / D): many, which weigh more the longer the sequence.
     topics:  runs of 64 tokens have one of 16 topics, which their keys, queries and values share: s_ij is about 8 within
-             a topic, which lies in runs all over the sequence, and 0 across topics.
+             a topic, which lies in runs all over the sequence, and about N(0, 10^2 / D) across topics.
 """
 
 from __future__ import annotations
@@ -169,13 +169,19 @@ def _compare(record: Record, phases: dict[str, float]) -> Record:
         module = build_attention(cell.variant, build, **cell.options)
         module = module.to(device=cell.device, dtype=getattr(torch, cell.dtype)).eval()
         inputs = draw(cell)
+        before = [tensor.clone() for tensor in inputs]
     with in_phase(phases, "gate"):
         held = gate_call(cell, build)
     with in_phase(phases, "comparing"), torch.no_grad(), recording() as kernels:
         output: Tensor = module(*inputs)
     with in_phase(phases, "probe"):
         given = Inputs(form=form_of(cell), tensors=inputs, is_causal=cell.is_causal)
-        held += check_output(FirstCall(module=module, inputs=given, output=output, has_graph=False))
+        first = FirstCall(module=module, inputs=given, output=output, has_graph=False)
+        for name, tensor, old in zip(given.names, inputs, before, strict=True):
+            if not torch.equal(tensor, old):  # else the oracle would be asked another question
+                raise first.fault("own_inputs", f"changes its argument {name} in place")
+        del before
+        held += ("own_inputs", *check_output(first))
     with in_phase(phases, "comparing"), torch.no_grad():
         order = torch.randperm(build.max_seq_len, generator=torch.Generator().manual_seed(cell.seed))
         rows = order[:NUM_ROWS].sort()[0].to(cell.device)

@@ -196,6 +196,7 @@ def test_a_record_has_what_was_checked_and_what_ran():
     record = measured("linformer")
     assert "matches_reference" in record.gate
     assert "own_output" in record.gate
+    assert "own_inputs" in record.gate
     assert record.kernels
     assert record.flops
     assert record.num_params
@@ -230,6 +231,22 @@ def test_an_output_that_is_not_finite_is_no_error_but_a_failure(monkeypatch):
     (cell,) = cells(["full"], inputs="diffuse")
     record = run_cell(cell)
     assert record.status == "gate_failed"
+    assert record.approximation is None
+
+
+def test_what_changes_its_inputs_at_its_own_length_has_no_error(monkeypatch):
+    original = build_attention
+
+    def spoiling(*given: Any, **options: Any) -> Any:
+        module = original(*given, **options)
+        module.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], inputs[2].mul_(2.0)))
+        return module
+
+    monkeypatch.setattr(approximation, "build_attention", spoiling)
+    (cell,) = cells(["linformer"], inputs="diffuse")
+    record = run_cell(cell)
+    assert record.status == "gate_failed"
+    assert "own_inputs: linformer: changes its argument value in place" in record.reason
     assert record.approximation is None
 
 
