@@ -85,7 +85,7 @@ def compare(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a comment for a pull request.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two runs, times, memory and scores: how far apart, and whether they agree within their intervals."""
+    """Compare two runs, times, memory, errors and scores: how far apart, and whether they agree within intervals."""
     from attn_zoo.report.tables.table import to_terminal
     from attn_zoo.report.units import MOST_LINES
 

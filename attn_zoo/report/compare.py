@@ -1,4 +1,4 @@
-"""Compare two runs: times and memory cell by cell, scores task by task, with intervals, and what changed for the worse.
+"""Compare two runs: times, memory and errors cell by cell, scores task by task, with intervals, and what got worse.
 
 A verdict is about the second run. `slower` and `faster` need intervals that exclude 1, several processes on both sides
 and a machine that nobody disturbed; what is not known is said to be unknown. By simulation (`tests/report/

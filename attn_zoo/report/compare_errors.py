@@ -14,6 +14,9 @@ from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.table import interval_values
 from attn_zoo.statistics import mean_interval
 
+ROUNDING = 1e-14
+"""An error below is rounding in any dtype: the `rounding_error` of float64 is 0."""
+
 _Key = tuple[Any, ...]
 
 
@@ -84,7 +87,7 @@ def _ratio(before: ErrorPoint | None, after: ErrorPoint | None) -> tuple[_Ratio,
 
 
 def _is_rounding(point: ErrorPoint) -> bool:
-    return all(found.error <= 2 * found.rounding_error for found in point.found)
+    return all(found.error <= max(2 * found.rounding_error, ROUNDING) for found in point.found)
 
 
 def _verdict(before: ErrorPoint | None, after: ErrorPoint | None, ratio: _Ratio, num_paired: int, limit: float) -> str:

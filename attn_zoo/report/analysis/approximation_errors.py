@@ -21,8 +21,8 @@ GROUP_FIELDS = (
 )
 """Everything but mechanism, length, inputs and seed that decides an error."""
 
-BETTER = 0.95
-"""Share of the error of the mean of the values below which attention was of use."""
+NEARER = 0.05
+"""Share by which an error has to be below that of the mean of the values, or attention was of no use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +155,8 @@ class ErrorPanel:
 
     @property
     def useless(self) -> list[ErrorCurve]:
-        """Those of `ranked` that are not nearer than the mean of the values, as far as the interval tells."""
-        least = BETTER * self.mean_error[self.lengths[-1]] if self.ranked else 0.0
+        """Those of `ranked` whose whole interval is not nearer than the mean of the values by `NEARER`."""
+        least = (1 - NEARER) * self.mean_error[self.lengths[-1]] if self.ranked else 0.0
         return [curve for curve in self.ranked if self._ends(curve)[0] >= least]
 
 
@@ -167,11 +167,13 @@ class ErrorGroup:
     Args:
         name: for file names.
         subtitle: what all cells share.
+        apart: what tells them from the other groups; empty for the only one.
         panels: one for each kind of inputs.
     """
 
     name: str
     subtitle: str
+    apart: str
     panels: tuple[ErrorPanel, ...]
 
     @cached_property
@@ -188,7 +190,8 @@ class ErrorGroup:
             for curve in panel.ranked:
                 value = curve.value(longest)
                 assert value is not None  # else it has no rank
-                shares.setdefault(curve.label, []).append(min(1.0, value / panel.mean_error[longest]))
+                mean = panel.mean_error[longest]  # 0 of one token, which leaves nothing to find
+                shares.setdefault(curve.label, []).append(value / mean if value < mean else 1.0)
         return sorted(shares, key=lambda label: (sum(shares[label]) + len(panels) - len(shares[label]), label))
 
     @cached_property
@@ -214,12 +217,15 @@ def make_error_groups(results: Results) -> list[ErrorGroup]:
         words = setting_words(setting, {*GROUP_FIELDS} - usual - ({"protocol_version"} - varying))
         short = [str(setting[name]) for name in ("device", "dtype") if name in varying]
         short += ["causal" if setting["is_causal"] else "bidirectional"] if "is_causal" in varying else []
+        device = str(setting["device"]).upper()
+        apart = [*([device] if "device" in varying else []), *setting_words(setting, varying - usual)]
         by_inputs = grouped(groups[key], lambda one: one.cell.inputs)
         kinds = [kind for kind in get_args(InputKind) if kind in by_inputs]
         found.append(
             ErrorGroup(
                 name=unique_name(slug("error", *short), names),
-                subtitle=", ".join([str(setting["device"]).upper(), *words]),
+                subtitle=", ".join([device, *words]),
+                apart=", ".join(apart),
                 panels=tuple(ErrorPanel(inputs=kind, curves=_curves(by_inputs[kind], exact)) for kind in kinds),
             )
         )

@@ -34,14 +34,15 @@ def draw_errors(group: ErrorGroup, looks: Looks) -> Page | None:
     if exact:
         worst = max(point.value or 0.0 for curve in exact for point in curve.measured)
         names = some(dict.fromkeys(curve.label for curve in exact), joint=" and ")
-        note += f"; not drawn: {names}, exact (at most {error_text(worst)})"
+        note += f"; not drawn: {names}, exact (up to about {error_text(worst)})"
     values = [value for panel in panels for value in _values(panel)]
     page = Page("Error beside exact attention, by length", note + _lower_edge(values), width=WIDTH)
     for axes, panel in _framed(page, panels, labels, looks):
         length_axis(axes, panel.lengths)
         value_axis(axes, [max(value, LEAST) for value in values], error_text, 10)
         lengths = panel.lengths
-        axes.plot(lengths, [panel.mean_error[length] for length in lengths], color=MUTED, ls=MARK, lw=1.2, zorder=2)
+        means = [max(panel.mean_error[length], LEAST) for length in lengths]
+        axes.plot(lengths, means, color=MUTED, ls=MARK, lw=1.2, zorder=2)
         for curve in _drawn(panel):
             _draw_curve(axes, curve, looks)
     return page.describe(_alt(panel) for panel in panels)
@@ -55,13 +56,13 @@ def draw_error_costs(group: ErrorGroup, looks: Looks) -> Page | None:
     length = group.budget_len
     if length is None:
         return None
-    exact = {curve.flops(length) for panel in group.panels for curve in panel.curves if curve.is_exact} - {None}
+    exact = {flops for panel in group.panels for one in panel.curves if one.is_exact and (flops := one.flops(length))}
     panels = [panel for panel in group.panels if length in panel.lengths]
     families = {panel.inputs: _families(panel, length) for panel in panels}
     names = sorted({name for own in families.values() for name in own})
     if not exact or not names:
         return None
-    whole = float(max(flops for flops in exact if flops))
+    whole = float(max(exact))
     every = [place for own in families.values() for places in own.values() for place in places]
     values = [value for _, _, value in every] + [panel.mean_error[length] for panel in panels]
     note = f"{group.subtitle}; at {human_length(length)} tokens; mean over seeds; dashed: {MEAN}"
@@ -70,7 +71,7 @@ def draw_error_costs(group: ErrorGroup, looks: Looks) -> Page | None:
         value_axis(axes, [flops / whole for _, flops, _ in every], percent, 10, name="x")
         value_axis(axes, [max(value, LEAST) for value in values], error_text, 10)
         axes.set_xlabel("FLOPs (exact attention: 100 %)")
-        axes.axhline(panel.mean_error[length], color=MUTED, ls=MARK, lw=1.2, zorder=2)
+        axes.axhline(max(panel.mean_error[length], LEAST), color=MUTED, ls=MARK, lw=1.2, zorder=2)
         for name, places in families[panel.inputs].items():
             tips = tuple(f"{label}: {error_text(value)} at {percent(flops / whole)}" for label, flops, value in places)
             points = [(flops / whole, max(value, LEAST)) for _, flops, value in places]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from attn_zoo.folder import Run
 from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.approximation_errors import ErrorGroup
+from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.fits import GROWTH_WORDS, NOT_SETTLED, Crossing
 from attn_zoo.report.analysis.floor import floor_words
@@ -24,7 +24,7 @@ from attn_zoo.report.tables.front_table import shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import factor_text, weights_words
-from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, some
+from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, percent, some
 from attn_zoo.report.wording import doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
@@ -92,19 +92,22 @@ def nearest_line(group: ErrorGroup) -> str:
             longest = panel.lengths[-1]
             value, mean = error_text(first.value(longest) or 0.0), error_text(panel.mean_error[longest])
             if first in panel.useless:
-                said.append(f"{panel.inputs}: none nearer than the mean of the values, {mean}")
+                said.append(f"{panel.inputs}: none {percent(NEARER)} nearer than the mean of the values, {mean}")
             else:
-                said.append(f"{panel.inputs}: {first.label} {value} (mean of the values {mean})")
+                names = some((curve.label for curve in panel.level if curve not in panel.useless), joint=" or ")
+                said.append(f"{panel.inputs}: {names} {value} (mean of the values {mean})")
     lengths = {panel.lengths[-1] for panel in group.panels if panel.lengths}
     at = f" at {human_length(lengths.pop())} tokens" if len(lengths) == 1 else ""
+    at += f" ({group.apart})" if group.apart else ""
     return f"Nearest to exact attention{at}, by error on inputs of each kind: {'; '.join(said)}." if said else ""
 
 
 def error_findings(group: ErrorGroup) -> list[str]:
-    """Return what is nearest, and what is no nearer than the mean of the values, which needs no attention."""
+    """Return what is nearest, and what is hardly nearer than the mean of the values, which needs no attention."""
     useless = {panel.inputs: [curve.label for curve in panel.useless] for panel in group.panels if panel.lengths}
     said = [f"on {inputs} inputs {some(labels)}" for inputs, labels in useless.items() if labels]
-    floor = f"No nearer than the mean of the values: {'; '.join(said)}." if said else ""
+    apart = f" ({group.apart})" if group.apart else ""
+    floor = f"Not {percent(NEARER)} nearer than the mean of the values{apart}: {'; '.join(said)}." if said else ""
     return [text for text in (nearest_line(group), floor) if text]
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.analysis.approximation_errors import ErrorGroup, ErrorPanel
+from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
@@ -29,7 +29,7 @@ from attn_zoo.report.tables.time_tables import (
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number
+from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, percent
 from attn_zoo.report.wording import NO_RECORD, marks_of
 
 MOST_LENGTHS = 6
@@ -313,10 +313,10 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
     panels = [panel for panel in group.panels if panel.ranked]
 
     def entry(panel: ErrorPanel, label: str) -> Entry:
-        curve = next((one for one in panel.ranked if one.label == label), None)
+        curve = next((one for one in panel.over_lengths if one.label == label), None)
         point = curve.at(panel.lengths[-1]) if curve else None
-        if curve is None or point is None or point.value is None:
-            return Entry(text="not in this run")
+        if curve is None or point is None:
+            return Entry(text=NO_RECORD)
         is_best = curve in panel.level and curve not in panel.useless
         href = f"{where}/report.html#table-{group.name}-{panel.inputs}"
         return Entry(text=error_interval(point), href=href, sort=point.value, is_best=is_best)
@@ -328,7 +328,8 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
         note=clean(
             f"Norm of the difference over the norm of the exact output, at {' and '.join(lengths)} tokens, mean over "
             f"seeds with its 95 % interval. The mean of the values, which needs no attention: {', '.join(means)}. "
-            "Bold: the nearest, where that is nearer, and all that the intervals do not tell from it. "
+            "Bold: the nearest and all that the intervals do not tell from it, where they are "
+            f"{percent(NEARER)} nearer than that. "
             f"{capital(group.subtitle)}."
         ),
         headings=("variant", *(panel.inputs for panel in panels)),

@@ -29,9 +29,9 @@ MEAN = "mean of the values"
 
 INPUT_WORDS = {
     "diffuse": "normal queries and keys; a third of all keys shares the weight of a row",
-    "peaked": "normal ones with scores four times as large; a few keys at random places have nearly all of it",
-    "local": "most of the weight lies within 32 positions",
-    "topics": "nearly all of it lies on tokens of the same topic of 16, in runs of 64 all over the sequence",
+    "peaked": "normal ones with scores four times as large; few keys, at random places, have most of the weight",
+    "local": "a score of 12 at the own position, falling to chance at 32; the more keys are beyond, the more they weigh",
+    "topics": "scores of 8 on tokens of the same topic of 16, in runs of 64 all over the sequence, chance on others",
 }
 """What each kind of inputs is."""
 
@@ -101,7 +101,7 @@ def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
     spread = [f"{human_number(count)} at {human_length(length)}" for length, count in panel.num_effective_keys.items()]
     return Table(
         name=f"{group.name}-{panel.inputs}",
-        title=f"Error on {panel.inputs} inputs",
+        title=f"Error on {panel.inputs} inputs" + (f", {group.apart}" if group.apart else ""),
         notes=(
             *_how_to_read(panel.over_lengths),
             f"{capital(panel.inputs)}: {INPUT_WORDS[panel.inputs]}.",
@@ -163,7 +163,7 @@ def _by_inputs(group: ErrorGroup, name: str, title: str, length: int, order: Seq
     rows.append({"variant": MEAN, "flops": None, "flops_frac": None, **means})
     return Table(
         name=f"{group.name}-{name}",
-        title=f"{title} at {human_length(length)} tokens",
+        title=f"{title} at {human_length(length)} tokens" + (f", {group.apart}" if group.apart else ""),
         notes=(
             *_how_to_read(order),
             *(f"{capital(panel.inputs)}: {INPUT_WORDS[panel.inputs]}." for panel in panels),

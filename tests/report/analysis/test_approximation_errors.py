@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attn_zoo.errors import ConfigError
@@ -12,6 +14,8 @@ from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.compare import compare
 from attn_zoo.report.export import flat_frame
 from attn_zoo.report.figures.all_figures import figure_names, make_pictures
+from attn_zoo.report.figures.error_curves import LEAST, draw_errors
+from attn_zoo.report.figures.style import MUTED, make_looks
 from attn_zoo.report.flat_records import flat_row, record_of
 from attn_zoo.report.pages.findings import error_findings, findings, headline
 from attn_zoo.report.pages.leaderboard import leaderboard_readme, read_machines
@@ -71,8 +75,8 @@ def test_what_is_nearest_is_said_and_what_is_no_nearer_than_the_mean(tmp_path):
     assert "peaked: bigbird 0.201 (mean of the values 0.9)" in said
     assert "local: linformer 0.402 (mean of the values 0.9)" in said
     (group,) = analysis.errors
-    assert error_findings(group)[1] == "No nearer than the mean of the values: on peaked inputs linformer."
-    assert "No nearer than the mean of the values: on peaked inputs linformer." in findings(analysis)
+    assert error_findings(group)[1] == "Not 5 % nearer than the mean of the values: on peaked inputs linformer."
+    assert "Not 5 % nearer than the mean of the values: on peaked inputs linformer." in findings(analysis)
 
 
 def test_nothing_is_called_nearest_that_is_no_nearer_than_the_mean(tmp_path):
@@ -81,7 +85,7 @@ def test_nothing_is_called_nearest_that_is_no_nearer_than_the_mean(tmp_path):
     assert "peaked: linformer 1 (mean" in headline(analysed(tmp_path / "wide", wide)), (
         "an interval from 0 settles nothing"
     )
-    assert "peaked: none nearer than the mean of the values, 0.9" in headline(analysed(tmp_path, records))
+    assert "peaked: none 5 % nearer than the mean of the values, 0.9" in headline(analysed(tmp_path, records))
 
 
 def test_the_front_table_has_every_kind_of_inputs_at_the_longest_length(tmp_path):
@@ -137,7 +141,7 @@ def test_figures_are_drawn_of_several_lengths_and_of_several_budgets(tmp_path):
     (picture,) = make_pictures(analysis)
     assert picture.name == "approximation-error"
     assert "bigbird 0.201" in picture.alt
-    assert "not drawn: full, exact (at most 1e-07)" in picture.alt
+    assert "not drawn: full, exact (up to about 1e-07)" in picture.alt
     small = approximation("bigbird", 1024, 0.7, label="bigbird small", options={"block_size": 8})
     more = analysed(tmp_path / "more", [*RECORDS, small])
     curves, costs = make_pictures(more)
@@ -279,3 +283,78 @@ def test_two_runs_without_a_common_error_say_what_differs(tmp_path):
         ConfigError, match=r"such as bigbird on peaked inputs L512 float32.*inputs \(peaked against local"
     ):
         found.tables()
+
+
+def test_one_token_leaves_nothing_to_find(tmp_path):
+    def of_one(name: str, error: float) -> Record:
+        record = approximation(name, 1, error)
+        assert record.approximation is not None
+        return replace(record, approximation=replace(record.approximation, mean_error=0.0))
+
+    records = [of_one("linformer", 0.5), of_one("bigbird", 0.0)]
+    folder = write_run(tmp_path / "run", records)
+    write_report([folder], folder)
+    (group,) = analyse([folder]).errors
+    assert group.ranked == ["bigbird", "linformer"]
+    assert "none 5 % nearer than the mean of the values, 0;" in f"{headline(analyse([folder]))[:-1]};"
+
+
+def test_the_mean_of_the_values_is_drawn_where_it_is_exact(tmp_path):
+    records = over_lengths("linformer", 0.5, 0.6)
+    records = [
+        replace(one, approximation=replace(one.approximation, mean_error=0.0)) if one.cell.seq_len == 512 else one
+        for one in records
+        if one.approximation is not None
+    ]
+    (group,) = analysed(tmp_path, records).errors
+    page = draw_errors(group, make_looks(["linformer"], set()))
+    assert page is not None
+    (dashed,) = [line for axes in page.figure.axes for line in axes.lines if line.get_color() == MUTED]
+    assert np.min(np.asarray(dashed.get_ydata())) == LEAST, "nothing on a logarithmic axis is at 0"
+
+
+def test_what_is_level_with_the_nearest_is_named_beside_it(tmp_path):
+    records = [
+        *over_lengths("bigbird", 0.1, 0.2),
+        *over_lengths("moba", 0.1, 0.2005),
+        *over_lengths("nystrom", 0.5, 0.5),
+    ]
+    assert "peaked: bigbird or moba 0.201 (mean" in headline(analysed(tmp_path, records))
+
+
+def test_what_is_a_little_nearer_than_the_mean_is_not_called_no_nearer(tmp_path):
+    analysis = analysed(tmp_path, over_lengths("linformer", 0.87, 0.87, seeds=1))
+    assert "peaked: none 5 % nearer than the mean of the values, 0.9" in headline(analysis)
+    assert "Not 5 % nearer than the mean of the values: on peaked inputs linformer." in findings(analysis)
+
+
+def test_sentences_and_titles_say_which_setting_they_are_of(tmp_path):
+    analysis = analysed(tmp_path, [*RECORDS, *over_lengths("linformer", 0.9, 0.9, seeds=1, is_causal=True)])
+    bidirectional, causal = (error_findings(group) for group in analysis.errors)
+    assert bidirectional[0].startswith("Nearest to exact attention at 1k tokens (bidirectional), by")
+    assert causal[1].startswith("Not 5 % nearer than the mean of the values (causal): on peaked")
+    titles = [table.title for table in make_tables(analysis)]
+    assert {"Error on peaked inputs, bidirectional", "Error on peaked inputs, causal"} <= {*titles}
+    alone = analysed(tmp_path / "alone", RECORDS)
+    assert [group.apart for group in alone.errors] == [""]
+
+
+def test_a_board_says_why_a_number_is_missing(tmp_path):
+    failed = approximation("linformer", 1024, 0.0, inputs="local", status="timeout")
+    records = [one for one in RECORDS if (one.cell.variant, one.cell.inputs) != ("linformer", "local")]
+    write_run(tmp_path / "run", [*records, *over_lengths("linformer", 0.3, inputs="local"), failed])
+    (((board,),),) = ([run.boards for run in machine.runs] for machine in read_machines(tmp_path))
+    assert {row[0].text: row[2].text for row in board.rows}["linformer"] == "timeout"
+
+
+def test_in_float64_rounding_is_told_from_a_change(tmp_path):
+    def exact(error: float) -> list[Record]:
+        every = over_lengths("full", error, seeds=3, dtype="float64")
+        return [
+            replace(one, approximation=replace(one.approximation, rounding_error=0.0))
+            for one in every
+            if one.approximation is not None
+        ]
+
+    _, rows = compared(tmp_path, exact(1e-15), exact(2e-15))
+    assert [row["verdict"] for row in rows.values()] == ["same"]
