@@ -30,7 +30,7 @@ MEAN = "mean of the values"
 INPUT_WORDS = {
     "diffuse": "normal queries and keys; a third of all keys shares the weight of a row",
     "peaked": "normal ones with scores four times as large; few keys, at random places, have most of the weight",
-    "local": "a score of 12 at the own position, falling to chance at 32; the more keys are beyond, the more they weigh",
+    "local": "a score of 12 at the own position, falling to chance at 32; the more keys beyond, the more they weigh",
     "topics": "scores of 8 on tokens of the same topic of 16, in runs of 64 all over the sequence, chance on others",
 }
 """What each kind of inputs is."""
