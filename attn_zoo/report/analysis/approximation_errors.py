@@ -74,11 +74,11 @@ class ErrorCurve:
         return any(found.has_budget for point in self.points for found in point.found)
 
     @property
-    def family(self) -> tuple[str, str]:
+    def family(self) -> tuple[str, str, str]:
         """Equal for sets of options of one variant that differ in numbers only, which are its budget."""
-        options = self.points[0].records[0].cell.options
-        words = {name: value for name, value in options.items() if isinstance(value, str)}
-        return self.variant, str(sorted(words.items()))
+        cell = self.points[0].records[0].cell
+        words = {name: value for name, value in cell.options.items() if isinstance(value, str)}
+        return self.variant, cell.variant_digest, str(sorted(words.items()))
 
     def at(self, seq_len: int) -> ErrorPoint | None:
         """Return the point of a length."""
@@ -126,8 +126,12 @@ class ErrorPanel:
 
     @cached_property
     def over_lengths(self) -> list[ErrorCurve]:
-        """The curves of more than one length, exact ones first, then the nearest at the longest; all where none has."""
-        every = [curve for curve in self.curves if len(curve.points) > 1] or list(self.curves)
+        """The curves of more than one length, or all where none has; exact ones first, then the nearest at the longest.
+
+        What is exact is there however many it has: the others stand beside it.
+        """
+        several = [curve for curve in self.curves if len(curve.points) > 1] or self.curves
+        every = [curve for curve in self.curves if curve.is_exact or curve in several]
         longest = self.lengths[-1] if self.lengths else 0
 
         def place(curve: ErrorCurve) -> tuple[bool, float, str]:

@@ -72,6 +72,8 @@ def headline(analysis: Analysis) -> str:
     best += [text for group in analysis.errors if (text := nearest_line(group))]
     if best:
         return best[0]
+    if any(panel.lengths for group in analysis.errors for panel in group.panels):
+        return "Nothing that is not exact gave a number."
     return "No cell gave a measurement." if analysis.results.observations else "No cell has been run yet."
 
 

@@ -358,3 +358,21 @@ def test_in_float64_rounding_is_told_from_a_change(tmp_path):
 
     _, rows = compared(tmp_path, exact(1e-15), exact(2e-15))
     assert [row["verdict"] for row in rows.values()] == ["same"]
+
+
+def test_exact_attention_alone_is_a_measurement_and_no_answer(tmp_path):
+    exact = over_lengths("full", 1e-7, 1e-7)
+    assert headline(analysed(tmp_path, exact)) == "Nothing that is not exact gave a number."
+    failed = [approximation("bigbird", length, 0.0, status="timeout") for length in (512, 1024)]
+    analysis = analysed(tmp_path / "failed", [*over_lengths("full", 1e-7), *failed])
+    assert headline(analysis) == "Nothing that is not exact gave a number."
+    table = front_table(analysis)
+    assert table is not None
+    assert [row[0] for row in table.texts()] == ["full", "bigbird", "mean of the values"], "full has one length"
+
+
+def test_two_versions_of_a_variant_are_no_two_budgets(tmp_path):
+    versions = [one for digest in "ab" for one in over_lengths("bigbird", 0.1, 0.2, variant_digest=digest)]
+    analysis = analysed(tmp_path, [*over_lengths("full", 1e-7, 1e-7), *versions])
+    assert analysis.errors[0].budget_len is None
+    assert "error-budgets" not in [table.name for table in make_tables(analysis)]
