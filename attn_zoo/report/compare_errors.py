@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from attn_zoo.records import Record
@@ -36,10 +37,11 @@ def compare_errors(
             continue
         cell = point.records[0].cell
         ratio, num_paired = _ratio(before, after)
+        error_a, error_b = _shown(before, after), _shown(after, before)
         rows.append(
             {name: getattr(cell, name) for name in GROUP_FIELDS}
             | {"label": label, "inputs": cell.inputs, "seq_len": cell.seq_len}
-            | {"error_a": before.value if before else None, "error_b": after.value if after else None}
+            | {"error_a": error_a, "error_b": error_b}
             | interval_values("ratio", *ratio)
             | {"num_paired": num_paired, "verdict": _verdict(before, after, ratio, num_paired, limit)}
         )
@@ -70,6 +72,13 @@ def _age(pair: tuple[str, ErrorPoint]) -> tuple[bool, str]:
 def _by_seed(point: ErrorPoint | None) -> dict[int, Record]:
     records = point.records if point is not None else ()
     return {record.cell.seed: record for record in records if record.approximation is not None}
+
+
+def _shown(point: ErrorPoint | None, other: ErrorPoint | None) -> float | None:
+    """Return the mean over the seeds that both have, as the ratio is over these; where they share none, over all."""
+    own, common = _by_seed(point), _by_seed(point).keys() & _by_seed(other).keys()
+    found = [own[seed].approximation for seed in sorted(common or own)]
+    return fmean(each.error for each in found if each is not None) if found else None
 
 
 _Ratio = tuple[float | None, float | None, float | None]

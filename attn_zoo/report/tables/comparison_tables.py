@@ -95,8 +95,8 @@ def errors_table(rows: Sequence[Row]) -> Table:
         title="Two runs, error by error",
         notes=(
             (
-                "Errors beside exact attention, means over seeds; the ratio is that of the second over the first, "
-                "paired by seed, with its 95 % interval."
+                "Errors beside exact attention, means over common seeds; the ratio is that of the second over the "
+                "first, paired by seed, with its 95 % interval."
             ),
             (
                 f"Better or worse only where the interval excludes 1; {LEAST_SEEDS} common seeds are needed. They "

@@ -376,3 +376,16 @@ def test_two_versions_of_a_variant_are_no_two_budgets(tmp_path):
     analysis = analysed(tmp_path, [*over_lengths("full", 1e-7, 1e-7), *versions])
     assert analysis.errors[0].budget_len is None
     assert "error-budgets" not in [table.name for table in make_tables(analysis)]
+
+
+def test_means_beside_a_ratio_are_over_the_seeds_that_it_is_of(tmp_path):
+    def seeded(*errors: tuple[int, float]) -> list[Record]:
+        return [approximation("bigbird", 512, error, seed=seed) for seed, error in errors]
+
+    shared = [(0, 0.1), (1, 0.11), (2, 0.12)]
+    _, rows = compared(tmp_path, seeded(*shared, (3, 0.9)), seeded(*shared, (4, 0.5)))
+    (row,) = rows.values()
+    assert (row["error_a"], row["error_b"], row["ratio"]) == pytest.approx((0.11, 0.11, 1.0))
+    _, rows = compared(tmp_path / "apart", seeded((0, 0.1)), seeded((1, 0.5)))
+    (row,) = rows.values()
+    assert (row["error_a"], row["error_b"], row["verdict"]) == (0.1, 0.5, "cannot say")
