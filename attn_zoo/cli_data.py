@@ -12,7 +12,7 @@ import typer
 
 from attn_zoo import console
 from attn_zoo.cli_options import AsJson, DataDir, one_of
-from attn_zoo.errors import ConfigError, FolderError
+from attn_zoo.errors import ConfigError, FolderError, counted
 
 if TYPE_CHECKING:
     from attn_zoo.tasks.abstract_task import AbstractTask, SplitName
@@ -184,15 +184,16 @@ def show(
     examples = made.split(_split(split))
     spec = made.spec
     console.out.print(
-        f"{task}, level {made.level}, {split}: {len(examples)} examples of at most {spec.max_seq_len} tokens, "
-        f"{spec.num_classes} classes, guessing scores {spec.chance:g} ({spec.metric.replace('_', ' ')})",
+        f"{task}, level {made.level}, {split}: {counted(len(examples), 'example')} of at most "
+        f"{counted(spec.max_seq_len, 'token')}, {counted(spec.num_classes, 'class', 'classes')}, "
+        f"guessing scores {spec.chance:g} ({spec.metric.replace('_', ' ')})",
         soft_wrap=True,
     )
     for index in range(min(count, len(examples))):
         example = examples.example(index)
         values = [] if examples.groups is None else examples.groups[index].tolist()
         groups = ", ".join(f"{axis} {value:g}" for axis, value in zip(spec.group_axes, values, strict=True))
-        sizes = f"{len(example.tokens)} tokens"
+        sizes = counted(len(example.tokens), "token")
         if example.other_tokens is not None:
             sizes += f" and {len(example.other_tokens)}"
         console.say(f"\n{index}: {made.show(example)}")
@@ -249,7 +250,7 @@ def _verdict(source: Source, data_dir: Path | None, *, record: bool) -> dict[str
             return {**answer, "verdict": verdict}
     result = verify(folder)
     if result.is_good:
-        verdict = f"{len(result.good)} files in {folder} are as recorded"
+        verdict = f"as recorded: {counted(len(result.good), 'file')} in {folder}"
     else:
         way = "; attn-zoo data fetch --force fetches them again" if source.is_fetchable else ""
         verdict = f"files in {folder} are not as recorded{way}"

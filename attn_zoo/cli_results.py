@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -101,15 +102,21 @@ def compare(
             to_terminal(table, console.out)
         if found.agreement:
             console.say(found.agreement)
-    for text in found.warnings[:MOST_LINES]:
-        console.err.print(f"warning: {text}", markup=False, soft_wrap=True)
+    _print_each("warning", found.warnings)
     worse = found.worse if fail_above else []
-    if worse and not markdown:
-        more = [f"{len(worse) - MOST_LINES:,} more"] if len(worse) > MOST_LINES else []
-        for text in [*worse[:MOST_LINES], *more]:
-            console.err.print(f"worse: {text}", markup=False, soft_wrap=True)
+    if not markdown:
+        _print_each("worse", worse)
     is_worse = fail and {row["verdict"] for row in found.rows} & {"slower", "worse"}
     raise typer.Exit(3 if worse or is_worse else 0)
+
+
+def _print_each(what: str, texts: Sequence[str]) -> None:
+    """Print texts on the standard error stream, each with what it is before it; of very many the first."""
+    from attn_zoo.report.units import MOST_LINES
+
+    more = [f"{len(texts) - MOST_LINES:,} more"] if len(texts) > MOST_LINES else []
+    for text in [*texts[:MOST_LINES], *more]:
+        console.err.print(f"{what}: {text}", markup=False, soft_wrap=True)
 
 
 def _share(option: str, text: str | None) -> float | None:
@@ -137,7 +144,9 @@ def export(
     """Write all observations as one flat file, one row each; or the tables of the report."""
     from attn_zoo.report.export import export as export_runs
 
-    path = export_runs(folders, fmt, out, table)
+    warnings: list[str] = []
+    path = export_runs(folders, fmt, out, table, warnings.append)
+    _print_each("warning", warnings)
     console.say(f"wrote {path}")
 
 

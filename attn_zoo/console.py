@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from attn_zoo.errors import counted
 from attn_zoo.metadata import big_o
 
 if TYPE_CHECKING:
@@ -296,8 +297,8 @@ def print_plan(plan: Plan) -> None:
     rates = sorted({(device, assumed_rate(device, threads) / 1e9) for device, threads in places})
     assumed = "".join(f", at an assumed {rate:g} GFLOP/s in float32 on {device}" for device, rate in rates)
     out.print(
-        f"{len(plan.cells)} cells on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; {repeats}"
-        f"measuring takes {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), training not counted",
+        f"{counted(len(plan.cells), 'cell')} on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; "
+        f"{repeats}measuring takes {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), training not counted",
         soft_wrap=True,
     )
 
@@ -315,7 +316,7 @@ def print_summary(summary: Summary) -> None:
         more = f" and {len(summary.left) - len(shown)} more" if len(summary.left) > len(shown) else ""
         why = f" ({summary.stopped})" if summary.stopped else ""
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
-        kept = f"; {summary.num_repeats} of their repeats are kept" if summary.num_repeats else ""
+        kept = f", with {counted(summary.num_repeats, 'repeat')} of them" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
@@ -359,9 +360,9 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
         out.print()
         print_table("Measured ceilings", ("",), [(text,) for text in ceilings])
     out.print()
-    stale = f"; {len(now.stale)} records are stale: their source or data changed" if now.stale else ""
-    other = f"; {len(now.other)} records belong to other matrices" if now.other else ""
-    begun = f" ({len(now.begun)} begun: {sum(now.begun.values())} of their repeats are there)" if now.begun else ""
+    stale = f"; {counted(len(now.stale), 'record')} stale, of source or data that changed since" if now.stale else ""
+    other = f"; {counted(len(now.other), 'record')} of other matrices" if now.other else ""
+    begun = f" ({len(now.begun)} begun, with {counted(sum(now.begun.values()), 'repeat')})" if now.begun else ""
     left = f", {len(now.left)} left" if now.has_plan else ""
     out.print(f"{len(now.done)} done{left}{begun}{stale}{other}")
     if now.doubt:

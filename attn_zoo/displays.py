@@ -145,14 +145,15 @@ class Run:
             ConfigError: a README is asked for anywhere but in the one results folder.
             StoreError: the folder cannot be written.
         """
-        from attn_zoo.report.pages.write import write_analysis
+        from attn_zoo.report.pages.write import require_place, write_analysis
         from attn_zoo.report.units import slug
 
         if has_readme and (len(self.folders) > 1 or path is not None or not self.folders[0].is_dir()):
             raise ConfigError("readme", [("", "expected one results folder and no other place: it describes that one")])
         first = self.folders[0]
-        place = first if first.is_dir() else Path(slug(first.stem))
-        return write_analysis(self.brief, path or place, has_readme=has_readme)[0]
+        place = path or (first if first.is_dir() else Path(slug(first.stem)))
+        require_place(place)
+        return write_analysis(self.brief, place, has_readme=has_readme)[0]
 
     def __repr__(self) -> str:
         observations = self.analysis.results.observations

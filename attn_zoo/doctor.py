@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 
 from attn_zoo.attention import BuildContext, build_attention
 from attn_zoo.console import err, out, print_json, print_table
-from attn_zoo.errors import AttnZooError
+from attn_zoo.errors import AttnZooError, counted
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
 from attn_zoo.measure.environment import capture_environment, cudnn_version
@@ -166,7 +166,8 @@ def print_diagnosis(*, as_json: bool, waits: bool) -> None:
         print_json(answer)
         return
     gpu = environment.gpu or "no GPU that torch can use"
-    out.print(f"{environment.cpu}, {environment.num_cores} cores, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}")
+    cores = counted(environment.num_cores, "core")
+    out.print(f"{environment.cpu}, {cores}, {environment.memory_bytes / 2**30:.0f} GiB; {gpu}")
     print_table("\nPackages", ("package", "version", "for"), packages)
     for device, rows in backends.items():
         print_table(f"\nThe device {device}", ("question", "answer"), answers[device])

@@ -18,6 +18,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return how many there are of something, in words.
+
+    >>> counted(1, "cell"), counted(20_000, "cell"), counted(0, "process", "processes")
+    ('1 cell', '20,000 cells', '0 processes')
+    """
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 class AttnZooError(Exception):
     """Base of every error this package raises on purpose. `exit_code` is what the command line returns for it."""
 

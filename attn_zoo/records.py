@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from attn_zoo.errors import StoreError
+from attn_zoo.errors import StoreError, counted
 
 SCHEMA_VERSION = 1
 """Of the JSON form. History: 1, first."""
@@ -206,7 +206,7 @@ class Json:
             first = error.errors(include_url=False)[0]
             path = ".".join(str(part) for part in first["loc"])
             raise StoreError(
-                f"{source or cls.__name__}: {path}: {first['msg']} ({error.error_count()} problems)"
+                f"{source or cls.__name__}: {path}: {first['msg']} ({counted(error.error_count(), 'problem')})"
             ) from None
         except (TypeError, ValueError) as error:  # what JSON cannot hold has no checksum
             raise StoreError(f"{source or cls.__name__}: {error}") from None

@@ -120,6 +120,17 @@ def whole_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
         yield temporary
 
 
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    """Turn what the system says in the block into one sentence about a file."""
+    try:
+        yield
+    except OSError as error:
+        is_place = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+        kind = FolderError if error.errno in is_place else StoreError
+        raise kind(f"{path}: cannot be written: {error.strerror}") from None
+
+
 def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Write a file at once, over one of the same name; content that is long may come in parts.
 
@@ -128,13 +139,14 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes]) -> None:
         StoreError: the disk is full or fails. In both cases the file is as it was before.
     """
     content = content.encode() if isinstance(content, str) else content
-    try:
-        with _renamed(path) as temporary, temporary.open("wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-    except OSError as error:
-        is_place = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-        kind = FolderError if error.errno in is_place else StoreError
-        raise kind(f"{path}: cannot be written: {error.strerror}") from None
+    with _telling(path), _renamed(path) as temporary, temporary.open("wb") as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
+
+
+def require_writable(path: Path) -> None:
+    """Raise at once, before the work on a file, what `write_whole` would raise after it; leave nothing there."""
+    with _telling(path), tempfile.TemporaryFile(dir=next(folder for folder in path.parents if folder.exists())):
+        pass
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def test_sizes_are_rounded_for_people(count, text):
 def test_show_prints_what_a_person_reads(call):
     answer = call("show", "listops", "--count", "2", "--split", "validation")
     assert answer.code == 0
-    assert "listops, level short, validation: 1000 examples" in answer.out
+    assert "listops, level short, validation: 1,000 examples of at most 64 tokens, 10 classes" in answer.out
     assert answer.out.count(" = ") == 2
 
 
@@ -180,7 +180,7 @@ def test_fetch_then_list_then_verify(call, needy, site):
     verified = call("verify", "listops")
     assert verified.code == 0
     assert "2 files in" in verified.out
-    assert "are as recorded" in verified.out
+    assert "as recorded: " in verified.out
     assert "already in" in call("fetch", "listops", "--level", "short").out
 
 
@@ -218,7 +218,7 @@ def test_verify_can_record_a_user_s_own_files(call, needy, tmp_path):
     assert "--record writes one" in unknown.out
     assert not (folder / MANIFEST).exists()
     assert "recorded a.tsv, b.tsv" in call("verify", "listops", "--data-dir", str(folder), "--record").out
-    assert "are as recorded" in call("verify", "listops", "--data-dir", str(folder)).out
+    assert "as recorded: " in call("verify", "listops", "--data-dir", str(folder)).out
     (folder / "b.tsv").write_bytes(b"other")
     assert call("verify", "listops", "--data-dir", str(folder)).code == 1
 

@@ -98,6 +98,34 @@ def test_a_comparison_says_what_it_could_not_read(call, tmp_path):
     assert "was skipped: not readable as JSON" in comment
 
 
+@pytest.mark.parametrize("options", [["--format", "jsonl"], ["--format", "markdown"], ["--table", "exponents"]])
+def test_an_export_says_what_it_could_not_read(call, tmp_path, options):
+    run = write_run(tmp_path / "run", [scaling("full", length) for length in (512, 1024, 2048)])
+    assert call("export", str(run), "--out", str(tmp_path / "whole"), *options).err == ""
+    (run / "cells" / f"{scaling('full', 512).cell.key}.json").write_text("{")
+    answer = call("export", str(run), "--out", str(tmp_path / "rest"), *options)
+    assert answer.code == 0
+    assert answer.err.startswith(f"warning: run/cells/{scaling('full', 512).cell.key}.json was skipped: not readable")
+    assert answer.err.count("\n") == 1
+    assert (tmp_path / "rest").read_bytes() not in {b"", (tmp_path / "whole").read_bytes()}
+
+
+def test_where_a_report_cannot_be_written_is_found_before_it_is_made(call, tmp_path, monkeypatch):
+    """A folder of many records takes minutes, and the message said after them is the one said at once."""
+    run = write_run(tmp_path / "run", [scaling("full", length) for length in (512, 1024)])
+    (tmp_path / "file").write_text("in the way")
+    with monkeypatch.context() as late:
+        late.setattr("attn_zoo.report.pages.write.require_writable", lambda path: None)
+        written = call("report", str(run), "--out", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr("attn_zoo.report.analysis.analyse.read_results", lambda *_: pytest.fail("it began to read"))
+    answer = call("report", str(run), "--out", str(tmp_path / "file" / "below"))
+    assert answer == written
+    assert answer.err == f"{tmp_path}/file/below/report.html: cannot be written: Not a directory\n"
+    assert (answer.code, answer.out) == (2, "")
+    assert call("report", str(run), "--out", "/proc/nowhere/report").code == 4
+    assert "cannot be written" in call("export", str(run), "--out", str(tmp_path / "file" / "below.csv")).err
+
+
 @pytest.mark.usefixtures("folders")
 def test_doubtful_rows_do_not_fail_a_build(call, tmp_path):
     loaded = timed("v", 512, 20.0)

@@ -50,7 +50,7 @@ from attn_zoo.conformance.subject import (
     routing_of,
 )
 from attn_zoo.conformance.tolerance import error_by_row, is_half, largest, largest_error, rounding, working_tolerance
-from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.errors import GateError, UnsupportedError, counted
 from attn_zoo.measure.passes import grad_like
 
 SHORT_LENS = (700, 131)
@@ -383,8 +383,8 @@ def _prefix(first: FirstCall) -> list[str]:
     if is_off.any() and not _are_flips(is_off, first.module, short, expected):
         words = "come later" if is_state else "are padding"
         change = largest_error(output[..., :short_len, :], expected)
-        rows = f"{int(is_off.sum())} rows of the first {short_len} outputs"
-        raise first.fault("own_prefix", f"{rows} differ, by up to {change:.2g}, when no more tokens {words}")
+        rows = f"{counted(int(is_off.sum()), 'row')} of the first {short_len} outputs"
+        raise first.fault("own_prefix", f"{rows} off by up to {change:.2g} when no more tokens {words}")
     return ["own_prefix"]
 
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import nn
 
-from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.errors import ConfigError, UnsupportedError, counted
 from attn_zoo.maps.find import find_weights
 from attn_zoo.model.initialise import initialise
 from attn_zoo.model.positions import Embedding
@@ -105,8 +105,8 @@ def draw_positions(table: Table, *, title: str, how: str) -> Figure:
     """Return the figure of a table `[P, E]`: values by position and feature, and how alike each two positions are."""
     length, dim = table.shape
     note = (
-        f"{how}; {length} positions, {dim} features. Left: what is added to the embedding at each position. Right: "
-        "cosine of the angle between what two positions get."
+        f"{how}; {counted(length, 'position')}, {counted(dim, 'feature')}. Left: what is added to the embedding at "
+        "each position. Right: cosine of the angle between what two positions get."
     )
     limit = float(np.quantile(np.abs(table), MAX_LIMIT_QUANTILE))
     values, cosines = weight_shades(table, limit), weight_shades(np.array([-1.0, 1.0], dtype=np.float32))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from attn_zoo.errors import counted
 from attn_zoo.registry import tasks
 from attn_zoo.report.figures.axes import annotate
 from attn_zoo.report.figures.page import Page
@@ -80,13 +81,13 @@ def schedule_map(name: str, task: str | None = None) -> Figure:
     protocol, (peak_step, peak) = drawn.protocol, drawn.peak
     of_task = f" for {task}" if task else ""
     note = (
-        f"{protocol.num_steps:,} updates of batches of {protocol.batch_size}, {protocol.warmup_steps:,} of them "
-        f"warm-up; schedule {protocol.schedule}, base rate {human_number(protocol.base_lr)}"
+        f"{counted(protocol.num_steps, 'update')} of batches of {protocol.batch_size}, {protocol.warmup_steps:,} of "
+        f"them warm-up; schedule {protocol.schedule}, base rate {human_number(protocol.base_lr)}"
     )
     if task and not drawn.has_settings:
         note += f"; {task} sets nothing of its own"
     if protocol.pretrain:
-        note += f". {protocol.pretrain_steps:,} updates of pretraining go before, which are not drawn"
+        note += f". Pretraining goes before, {counted(protocol.pretrain_steps, 'update')} that are not drawn"
     with styled():
         page = Page(f"Learning rate of {name}{of_task}", note)
         (axes,) = page.panels(height=3.2, left=0.95, right=0.35)

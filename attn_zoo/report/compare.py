@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.errors import ConfigError, UnknownNameError, counted
 from attn_zoo.records import Cell, Environment, Score
 from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, make_error_groups
 from attn_zoo.report.analysis.floor import TWO_SIDED
@@ -160,7 +160,8 @@ class Comparison:
         if self.times.empty:
             return ""
         counts = Counter(self.times["verdict"])
-        said = f"{counts['same']} of {len(self.times) - sum(counts[alone] for alone in _ALONE)} cells agree"
+        common = len(self.times) - sum(counts[alone] for alone in _ALONE)
+        said = f"{counts['same']} of {counted(common, 'cell')} {'agrees' if common == 1 else 'agree'}"
         by_chance = min(round(BY_CHANCE * self.times["ratio"].notna().sum()), counts["slower"] + counts["faster"])
         factor = ((self.times["ratio_high"] / self.times["ratio_low"]) ** 0.5).median()
         if not math.isnan(factor):
@@ -209,7 +210,8 @@ class Comparison:
                 rows = rows[: len(rows) * 3 // 4]
             full = table_markdown(replace(table, rows=tuple(rows)))
             cut = f" ({len(rows)} of them shown)" if len(rows) < len(table.rows) else ""
-            lines += [f"<details><summary>All {len(table.rows)} cells{cut}</summary>", "", full, "</details>", ""]
+            every = f"All {counted(len(table.rows), 'cell')}{cut}"
+            lines += [f"<details><summary>{every}</summary>", "", full, "</details>", ""]
         return "\n".join(lines)
 
 

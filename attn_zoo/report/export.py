@@ -11,13 +11,13 @@ from typing import Any, get_args
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnsupportedError, suggestion
-from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.analysis.observations import Observation, read_results
+from attn_zoo.report.analysis.analyse import analysis_of
+from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.flat_records import FIELDS, flat_row
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.tables.all_tables import find_table, summary_tables
 from attn_zoo.report.tables.table import Table, guard_frame, to_csv, to_latex, to_markdown
-from attn_zoo.whole_files import write_whole
+from attn_zoo.whole_files import require_writable, write_whole
 
 _COMPUTED: Mapping[str, type] = {
     "label": str,
@@ -74,7 +74,13 @@ def _row(one: Observation) -> dict[str, Any]:
     return flat_row(record) | computed | token_rates(record)
 
 
-def export(dirs: Iterable[str | Path], fmt: str, out: str | Path, table: str | None = None) -> Path:
+def export(
+    dirs: Iterable[str | Path],
+    fmt: str,
+    out: str | Path,
+    table: str | None = None,
+    warn: Callable[[str], object] = lambda _: None,
+) -> Path:
     """Write `dirs` in one format to `out` (replaced if it exists) and return its path.
 
     Args:
@@ -82,6 +88,7 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path, table: str | N
         fmt: one of `FORMATS`; of a single table one of `TABLE_FORMATS`.
         out: file to write.
         table: name of the only table to write, such as `"exponents"`.
+        warn: told of everything that could not be read and is left out, a sentence each.
 
     `csv`, `jsonl` and `parquet` hold one row per observation (see `COLUMNS`) with raw samples;
     `markdown` and `latex` hold the tables of the report. In `csv`, text that a spreadsheet would run as a formula gets
@@ -98,13 +105,17 @@ def export(dirs: Iterable[str | Path], fmt: str, out: str | Path, table: str | N
         hint = suggestion(fmt, known)
         raise ConfigError("export", [("format", f"expected one of {', '.join(known)}; got {fmt!r}{hint}")])
     path = Path(out)
-    write_whole(path, TABLE_FORMATS[fmt](find_table(analyse(dirs), table)) if table else FORMATS[fmt](dirs))
+    require_writable(path)
+    results = read_results(dirs)
+    content = TABLE_FORMATS[fmt](find_table(analysis_of(results), table)) if table else FORMATS[fmt](results)
+    write_whole(path, content)
+    for text in results.warnings:
+        warn(text)
     return path
 
 
-def _parts(dirs: Iterable[str | Path]) -> Iterator[list[list[Any]]]:
-    """Read all `dirs` at once, and return the values of `_EXPORTED` in parts: of all rows they take much room."""
-    observations = read_results(dirs).observations
+def _parts(observations: Sequence[Observation]) -> Iterator[list[list[Any]]]:
+    """Return the values of `_EXPORTED` in parts: of all rows they take much room."""
     starts = range(0, max(1, len(observations)), ROWS_OF_A_PART)
     parts = (map(_row, observations[start : start + ROWS_OF_A_PART]) for start in starts)
     return ([[row.get(name) for name in _EXPORTED] for row in part] for part in parts)
@@ -119,8 +130,8 @@ _TEXTS = [
 _LISTS = {_EXPORTED.index(field.name) for field in FIELDS if field.kind == "list"}
 
 
-def _csv(dirs: Iterable[str | Path]) -> Iterator[bytes]:
-    return (_csv_part(rows, has_header=not index) for index, rows in enumerate(_parts(dirs)))
+def _csv(results: Results) -> Iterator[bytes]:
+    return (_csv_part(rows, has_header=not index) for index, rows in enumerate(_parts(results.observations)))
 
 
 def _csv_part(rows: list[list[Any]], *, has_header: bool) -> bytes:
@@ -132,15 +143,16 @@ def _csv_part(rows: list[list[Any]], *, has_header: bool) -> bytes:
     return frame.to_csv(index=False, header=has_header, lineterminator="\n").encode()
 
 
-def _jsonl(dirs: Iterable[str | Path]) -> Iterator[bytes]:
+def _jsonl(results: Results) -> Iterator[bytes]:
     lines = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
     return (
-        "".join(f"{lines(dict(zip(_EXPORTED, row, strict=True)))}\n" for row in rows).encode() for rows in _parts(dirs)
+        "".join(f"{lines(dict(zip(_EXPORTED, row, strict=True)))}\n" for row in rows).encode()
+        for rows in _parts(results.observations)
     )
 
 
-def _parquet(dirs: Iterable[str | Path]) -> bytes:
-    frame = load_runs(dirs)[_EXPORTED]
+def _parquet(results: Results) -> bytes:
+    frame = flat_frame(results.observations)[_EXPORTED]
     buffer = io.BytesIO()
     try:
         frame.to_parquet(buffer, index=False, engine="pyarrow")
@@ -151,15 +163,15 @@ def _parquet(dirs: Iterable[str | Path]) -> bytes:
     return buffer.getvalue()
 
 
-def _markdown(dirs: Iterable[str | Path]) -> bytes:
-    return "\n".join(to_markdown(table) for table in summary_tables(analyse(dirs))).encode()
+def _markdown(results: Results) -> bytes:
+    return "\n".join(to_markdown(table) for table in summary_tables(analysis_of(results))).encode()
 
 
-def _latex(dirs: Iterable[str | Path]) -> bytes:
-    return "\n".join(to_latex(table) for table in summary_tables(analyse(dirs)) if table.rows).encode()
+def _latex(results: Results) -> bytes:
+    return "\n".join(to_latex(table) for table in summary_tables(analysis_of(results)) if table.rows).encode()
 
 
-FORMATS: Mapping[str, Callable[[Iterable[str | Path]], bytes | Iterable[bytes]]] = {
+FORMATS: Mapping[str, Callable[[Results], bytes | Iterable[bytes]]] = {
     "csv": _csv,
     "jsonl": _jsonl,
     "parquet": _parquet,

@@ -8,6 +8,7 @@ from math import isclose
 from pathlib import Path
 from statistics import geometric_mean, median
 
+from attn_zoo.errors import counted
 from attn_zoo.folder import Run, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Timing
@@ -157,7 +158,7 @@ def _trials(subject: _Subject) -> Found:
         most = max(counts.values(), default=0)
         for name, count in counts.items():
             if count < most:
-                yield f"{name} on {group.title}", f"{count} seeds; others have {most}"
+                yield f"{name} on {group.title}", f"{counted(count, 'seed')}; others have {most}"
 
 
 CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {

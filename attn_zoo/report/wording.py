@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attn_zoo.errors import counted
 from attn_zoo.records import PASSES, Ceilings, Environment, Record
 from attn_zoo.report.units import human_bandwidth, human_flops, slug
 
@@ -31,8 +32,8 @@ _WORDS: tuple[tuple[str, Callable[[Any], str], Callable[[Any], str]], ...] = (
     ("protocol", lambda value: f"protocol {value}" if value else "", str),
     ("is_causal", _direction, _direction),
     ("batch_size", lambda value: f"batch {value}", "b{}".format),
-    ("num_heads", lambda value: f"{value} head{'s' if value != 1 else ''}", "h{}".format),
-    ("num_kv_heads", lambda value: f"{value} key/value heads", "g{}".format),
+    ("num_heads", lambda value: counted(value, "head"), "h{}".format),
+    ("num_kv_heads", lambda value: counted(value, "key/value head"), "g{}".format),
     ("head_dim", lambda value: f"head size {value}", "d{}".format),
     (
         "has_padding",
@@ -44,7 +45,7 @@ _WORDS: tuple[tuple[str, Callable[[Any], str], Callable[[Any], str]], ...] = (
         lambda value: f"dropout {value:g}" if value else "",
         lambda value: f"dropout{value:g}" if value else "",
     ),
-    ("threads", lambda value: f"{value} thread{'s' if value != 1 else ''}", "t{}".format),
+    ("threads", lambda value: counted(value, "thread"), "t{}".format),
     ("protocol_version", "timing version {}".format, "v{}".format),
 )
 """Settings in words, and in the few letters of a file name."""

@@ -47,10 +47,13 @@ def test_positions_of_a_trained_model(zoo: Path):
         position_map(zoo, "full/*/other/*")
 
 
-@pytest.mark.parametrize(("length", "dim"), [(1, 1), (2, 7), (128, 64)])
-def test_any_size_can_be_drawn(length: int, dim: int):
+@pytest.mark.parametrize(
+    ("length", "dim", "words"),
+    [(1, 1, "1 position, 1 feature."), (2, 7, "2 positions, 7 features."), (128, 64, "128 positions, 64 features.")],
+)
+def test_any_size_can_be_drawn(length: int, dim: int, words: str):
     figure = position_map(kind="sinusoidal", length=length, dim=dim)
-    assert f"{length} positions, {dim} features" in words_of(figure)
+    assert words in words_of(figure)
     values, similarity = (axes for axes in figure.axes if axes.images)
     assert values.images[0].get_array().shape == (length, dim)  # type: ignore[union-attr]
     assert similarity.images[0].get_array().shape == (length, length)  # type: ignore[union-attr]

@@ -71,7 +71,7 @@ PLANTED: list[tuple[str, Callable[[list[Record]], list[Record]], str, str]] = [
     ("gate", changed(1, gate=()), "linformer/scaling", "without a correctness gate"),
     ("floors", with_score(floors={}), "linformer/accuracy", "has no floor"),
     ("budgets", bigger, "linformer on listops (short)", "38.46 % more parameters than full"),
-    ("trials", without_last, "linformer on listops (short)", "1 seeds; others have 2"),
+    ("trials", without_last, "linformer on listops (short)", "1 seed; others have 2"),
     ("trials", unequal, "listops (short, tuned: base_lr)", "tuned with unequal numbers of trials"),
 ]
 

@@ -16,6 +16,7 @@ from attn_zoo.conformance.global_state import TORCH_GENERATOR, changes, read_sta
 from attn_zoo.conformance.inputs import Inputs, padding_mask
 from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, infer
 from attn_zoo.conformance.tolerance import largest_error, rounding, same_shape_tolerance
+from attn_zoo.errors import counted
 
 NUM_REPEATS = 4
 """Calls that must agree; a counter that waits for more is found after the samples of a cell (`own_last`)."""
@@ -178,7 +179,7 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
         repeat("after calls in training")
     _expect_no_cache_by_address(module, inputs, expected, tolerance)
     for count in range(NUM_REPEATS):
-        repeat(f"called {count + 1} times more")
+        repeat(f"called {counted(count + 1, 'time')} more")
     if not subject.is_fixed:
         _expect_as_much_work(module, inputs)
 

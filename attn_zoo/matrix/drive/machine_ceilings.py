@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from os import getpid
 
 from attn_zoo.discovery import ask_python
-from attn_zoo.errors import StoreError
+from attn_zoo.errors import StoreError, counted
 from attn_zoo.matrix.drive.engines.process import spawn_environment
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import die_with_parent
@@ -39,7 +39,7 @@ def ceilings_text(one: Ceilings) -> str:
     >>> ceilings_text(Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=1.2e11, copy_bytes_per_s=2e10))
     'cpu float32: products 0.12 TFLOP/s, copies 20 GB/s'
     """
-    threads = f", {one.threads} threads" if one.threads is not None else ""
+    threads = f", {counted(one.threads, 'thread')}" if one.threads is not None else ""
     rates = f"products {one.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {one.copy_bytes_per_s / 1e9:.3g} GB/s"
     idle = f", idle {one.idle_watts:.0f} W" if one.idle_watts is not None else ""
     doubt = f" ({', '.join(one.flags)})" if one.flags else ""

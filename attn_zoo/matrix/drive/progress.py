@@ -7,6 +7,7 @@ import sys
 import time
 from typing import IO, ClassVar
 
+from attn_zoo.errors import counted
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record
 
@@ -91,7 +92,7 @@ class PlainProgress(Progress):
         self.total, self.done = total, done
         known = f", {done} of them done before" if done else ""
         repeats = f", {total} measurements with their repeats" if total > num_cells else ""
-        self.say(f"{num_cells} cells{repeats}{known}")
+        self.say(f"{counted(num_cells, 'cell')}{repeats}{known}")
 
     def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
         self.done += num_done

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.errors import ConfigError, StoreError, counted
 from attn_zoo.matrix.cell.trial import ONCE_PHASES
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
@@ -368,7 +368,9 @@ def run(
         planned=[item.cell for item in plan.cells],
     ) as scan:
         if scan.problems:
-            progress.say(f"{len(scan.problems)} files were no records and are now in {store.folder / 'quarantine'}")
+            progress.say(
+                f"not records, and now in {store.folder / 'quarantine'}: {counted(len(scan.problems), 'file')}"
+            )
         keep_sources(store.folder, plain_files(plan.cells))
         records = dict(scan.records)
         planned = {item.cell.key for item in plan.cells}

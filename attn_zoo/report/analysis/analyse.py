@@ -86,7 +86,11 @@ def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:
     Raises:
         ConfigError: a directory is not a results folder.
     """
-    results = read_results(dirs, partial(choose_panels, most=FEW_PANELS) if is_brief else None)
+    return analysis_of(read_results(dirs, partial(choose_panels, most=FEW_PANELS) if is_brief else None))
+
+
+def analysis_of(results: Results) -> Analysis:
+    """Group what results say that were read already; see `analyse`."""
     every = (*results.observations, *results.left)
     panels = tuple(make_panels(results))
     groups = tuple(make_accuracy_groups(results))

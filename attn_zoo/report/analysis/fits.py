@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from attn_zoo.errors import counted
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import human_length, human_slope
@@ -220,7 +221,7 @@ def _verdict(
     if is_simulated:
         return "simulated", "it computes dense scores underneath"
     if exponent is None or fit is None:
-        lengths = f"{count} length{'s' if count != 1 else ''}"
+        lengths = counted(count, "length")
         if last_waiting:
             return "too few lengths", f"waits for the host up to {human_length(last_waiting)}; {lengths} above it"
         return "too few lengths", f"{lengths} in the top decade, {LEAST_LENGTHS} are needed"

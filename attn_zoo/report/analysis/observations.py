@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, counted
 from attn_zoo.folder import Choose, Claim, Run
 from attn_zoo.records import Ceilings, Cell, Environment, Record, Status
 from attn_zoo.report.sources import read_source
@@ -130,7 +130,7 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
     for is_timing, becomes in ((True, "their samples are pooled"), (False, "of these the last counts")):
         repeated = sum(len(where) > 1 for (kind, *_), where in places.items() if kind is is_timing)
         if repeated:
-            warnings.append(f"{repeated} cells occur in more than one folder; {becomes}")
+            warnings.append(f"in more than one folder: {counted(repeated, 'cell')}; {becomes}")
     left = tuple(one for one in every if one.record.status == NOT_RUN)
     return Results(observations=observations, left=left, runs=runs, warnings=tuple(warnings))
 

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from attn_zoo.errors import counted
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
@@ -235,7 +236,7 @@ def _setting_words(setting: Setting, names: Container[str]) -> list[str]:
         "dtype": [setting.dtype],
         "device": [setting.device.upper()],
         "data_parallel": [f"{setting.data_parallel} processes"] if setting.data_parallel > 1 else [],
-        "threads": [f"{setting.threads} thread{'s' if setting.threads != 1 else ''}"] if setting.threads else [],
+        "threads": [counted(setting.threads, "thread")] if setting.threads else [],
         "protocol_version": [f"training version {setting.protocol_version}"],
         "data_digest": [f"data {setting.data_digest[:6] or 'unknown'}"],
         "replaces": [setting.exchange] if setting.exchange else [],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from attn_zoo.errors import counted
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.training_runs import Trial
 from attn_zoo.report.figures.axes import ON_WHITE, annotate, draw_curve, score_axis, set_ticks
@@ -38,7 +39,7 @@ def draw_tuning(group: AccuracyGroup, looks: Looks) -> Page | None:
     for key, curve in curves.items():
         points = _scored(curve)
         if points:
-            detail = f"{len(group.trials[key])} trials"
+            detail = counted(len(group.trials[key]), "trial")
             labels.append(EndLabel(plain(names[key], 30), (detail,), looks[key[0]].colour, *points[-1], names[key]))
     page = Page(f"Sensitivity to the learning rate: {group.title}", note)
     (axes,) = page.panels(height=max(3.0, 0.4 * len(curves)), right=0.2 + label_room(labels))

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from attn_zoo.errors import counted
 from attn_zoo.folder import Run
 from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
@@ -239,7 +240,7 @@ def completeness(analysis: Analysis) -> str:
         if run.planned is None:
             gaps = some(text for panel in analysis.panels for text in _gaps(panel, run))
             beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""
-            said.append(f"{where}{len(run.records)} cells; how many were planned is not known{beside}.")
+            said.append(f"{where}{counted(len(run.records), 'cell')}; how many were planned is not known{beside}.")
         elif run.left:
             left = [one for one in analysis.results.left if one.run == run.name]
             why = f" ({run.stopped})" if run.stopped else ""
@@ -247,7 +248,7 @@ def completeness(analysis: Analysis) -> str:
             begun = f"{num_begun} with fewer processes than planned, shown all the same" if num_begun else ""
             listed = "; ".join(part for part in (begun, some(one.cell.id for one in left)) if part)
             listed = f": {listed}" if listed else ""
-            said.append(f"{where}{run.planned - len(run.left)} of {run.planned} cells; left{why}{listed}.")
+            said.append(f"{where}{run.planned - len(run.left)} of {counted(run.planned, 'cell')}; left{why}{listed}.")
     return " ".join(said)
 
 
@@ -394,7 +395,9 @@ def _missing_line(analysis: Analysis) -> str:
     said = [f"{count} {words}" for words, count in counts.most_common()]
     total = len(analysis.results.observations)
     read = " that were read" if any(run.num_unread for run in analysis.results.runs) else ""
-    return f"{sum(counts.values())} of {total} cells{read} gave no measurement: {some(said)}." if said else ""
+    return (
+        f"{sum(counts.values())} of {counted(total, 'cell')}{read} gave no measurement: {some(said)}." if said else ""
+    )
 
 
 def memory_findings(analysis: Analysis) -> list[str]:

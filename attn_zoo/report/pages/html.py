@@ -14,6 +14,7 @@ from jinja2 import Environment as Jinja
 from jinja2 import StrictUndefined
 from markupsafe import Markup
 
+from attn_zoo.errors import counted
 from attn_zoo.folder import Run
 from attn_zoo.records import Environment
 from attn_zoo.report.analysis.analyse import Analysis
@@ -79,7 +80,12 @@ def build_page(
             for digest, environment in sorted(analysis.results.environments.items())
         ],
         runs=[
-            {"name": run.name, "count": len(run.records), "tasks": ", ".join(_tasks(run)), "matrix": _matrix(run)}
+            {
+                "name": run.name,
+                "cells": counted(len(run.records), "cell"),
+                "tasks": ", ".join(_tasks(run)),
+                "matrix": _matrix(run),
+            }
             for run in analysis.results.runs
         ],
         imported=imported_packages(analysis),
@@ -209,7 +215,7 @@ def environment_rows(environment: Environment) -> list[tuple[str, str]]:
     commits = (*environment.earlier_commits, environment.commit)
     commit = ", ".join(each[:12] for each in commits) + (" with uncommitted changes" if environment.is_dirty else "")
     rows = [
-        ("CPU", f"{environment.cpu}, {environment.num_cores} cores"),
+        ("CPU", f"{environment.cpu}, {counted(environment.num_cores, 'core')}"),
         ("threads", str(environment.threads)),
         ("memory", human_bytes(environment.memory_bytes)),
         ("GPU", gpu),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, counted
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
@@ -89,7 +89,7 @@ class RunPage:
         answers: pairs of a question and what the run answers.
         said: what to know beside the first answer, a line each.
         unfinished: what is left; empty for nothing.
-        num_cells: records.
+        cells: how many records, in words.
         measured: day of the first of them.
         boards: the one that says most first.
     """
@@ -99,7 +99,7 @@ class RunPage:
     answers: tuple[tuple[str, str], ...]
     said: tuple[str, ...]
     unfinished: str
-    num_cells: int
+    cells: str
     measured: str
     boards: tuple[Board, ...]
 
@@ -179,7 +179,7 @@ def _machine_words(analysis: Analysis) -> str:
     if not environments:
         return "an unknown machine"
     first = environments[0]
-    return clean(first.gpu or f"{first.cpu}, {first.num_cores} cores")
+    return clean(first.gpu or f"{first.cpu}, {counted(first.num_cores, 'core')}")
 
 
 def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
@@ -203,7 +203,7 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
         if lead or not told
         else tuple(map(clean, told)),
         unfinished=clean(completeness(analysis)) if analysis.results.left else "",
-        num_cells=len(observations),
+        cells=counted(len(observations), "cell"),
         measured=min((one.record.started[:10] for one in observations if one.record.started), default=""),
         boards=tuple(_boards(folder, where, analysis)),
     )

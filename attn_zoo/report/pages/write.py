@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attn_zoo.errors import FolderError
+from attn_zoo.errors import FolderError, counted
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_picture
 from attn_zoo.report.figures.page import NO_FIGURE
@@ -24,7 +24,7 @@ from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
 from attn_zoo.report.units import MOST_LINES, clean, some
-from attn_zoo.whole_files import refuse_links, write_whole
+from attn_zoo.whole_files import refuse_links, require_writable, write_whole
 
 
 def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
@@ -36,18 +36,27 @@ def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
         ConfigError: a directory is not a results folder; nothing is written then.
         FolderError: `out` cannot be written.
     """
+    require_place(out)
     return write_analysis(analyse(dirs, is_brief=True), out)
+
+
+def require_place(out: str | Path) -> None:
+    """Raise `StoreError` if a report cannot be written into a folder: before the work, which may take minutes."""
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise FolderError(f"{out}: expected a folder for the report; there is a file of this name")
+    refuse_links(out)
+    require_writable(out / "report.html")
 
 
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
     """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`.
 
+    Whoever makes the analysis asks `require_place` before.
+
     Figures and tables that an earlier report wrote and this one does not have are deleted, unless they were changed.
     """
     out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise FolderError(f"{out}: expected a folder for the report; there is a file of this name")
-    refuse_links(out)
     by_question = tables_by_question(analysis)
     tables = [table for tables in by_question.values() for table in tables]
     pictures: list[tuple[Picture, bytes]] = []
@@ -125,7 +134,7 @@ def _readme(analysis: Analysis, picture: Picture | None) -> str:
         lines += [f"Variants import {escape_markdown(imported)}.", ""]
     where = "[report.html](report.html) has every answer, `figures/` and `tables/` the rest, `cells/` the records."
     num_cells = len(observations) + sum(run.num_unread for run in analysis.results.runs)
-    lines += [f"{num_cells} cells{when}. {where} Generated from the records; do not edit.", ""]
+    lines += [f"{counted(num_cells, 'cell')}{when}. {where} Generated from the records; do not edit.", ""]
     return "\n".join(lines)
 
 

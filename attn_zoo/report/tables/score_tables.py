@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from attn_zoo.errors import counted
 from attn_zoo.records import AS_TRAINED
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.breakdown import NOT_AXES
@@ -108,7 +109,7 @@ def accuracy_table(group: AccuracyGroup) -> Table:
     difference, over = f"{against}, {metric.unit}", f"over floor, {metric.unit}"
     alike = " with the same start" if len(group.starts) > 1 else ""
     errors = [score.size_error for score in group.scores if score.size_error]
-    size = f"{group.num_examples:,} test examples" if group.num_examples else ""
+    size = counted(group.num_examples, "test example") if group.num_examples else ""
     if errors and size:
         size += f" alone make a standard error of up to {metric.show(max(errors))}"
     tuned = f"Tuned: {', '.join(group.setting.tuned)}; of each variant the trial best on validation, shown on test."

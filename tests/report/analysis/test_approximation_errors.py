@@ -189,7 +189,7 @@ def test_of_a_cell_in_two_folders_the_last_counts(tmp_path):
     ]
     analysis = analyse(folders)
     assert analysis.errors[0].panels[0].curves[0].value(512) == 0.1
-    assert "1 cells occur in more than one folder; of these the last counts" in analysis.results.warnings
+    assert "in more than one folder: 1 cell; of these the last counts" in analysis.results.warnings
 
 
 def test_an_export_holds_every_number_and_is_read_back(tmp_path):

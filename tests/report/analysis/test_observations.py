@@ -142,7 +142,7 @@ def test_the_same_folder_twice_counts_once(run_dir):
 
 def test_the_same_cells_in_two_folders_are_pooled_with_a_warning(tmp_path):
     runs = [write_run(tmp_path / name, [scaling("full", 512)]) for name in "ab"]
-    assert read_results(runs).warnings == ("1 cells occur in more than one folder; their samples are pooled",)
+    assert read_results(runs).warnings == ("in more than one folder: 1 cell; their samples are pooled",)
 
 
 def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(tmp_path):
@@ -151,7 +151,7 @@ def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(
     there = [replace(record, environment=other.digest) for record in (scaling("full", 512, 3.0), here[1])]
     runs = [write_run(tmp_path / "a", here), write_run(tmp_path / "b", there, environment=other)]
     found = analyse(runs)
-    assert found.results.warnings == ("1 cells occur in more than one folder; of these the last counts",)
+    assert found.results.warnings == ("in more than one folder: 1 cell; of these the last counts",)
     assert {round(panel.points[0].median_ms) for panel in found.panels} == {1, 3}
     assert {panel.title for panel in found.panels} == {"forward, Example CPU @ 2.0 GHz", "forward, Other CPU"}
     assert headline(found).startswith("Forward, Example CPU @ 2.0 GHz: full alone was measured")

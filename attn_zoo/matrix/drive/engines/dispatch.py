@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from attn_zoo.errors import StoreError, UnsupportedError
+from attn_zoo.errors import StoreError, UnsupportedError, counted
 from attn_zoo.matrix.drive.machine_ceilings import subjects_of
 from attn_zoo.matrix.drive.supervise import Control, Lane, beside
 from attn_zoo.matrix.drive.worker_pool import Settings
@@ -293,8 +293,8 @@ class Dispatcher:
             self._wish([])
         if self._num_given_up:
             self._control.say(
-                f"{self._num_given_up} cells were lost {MAX_LOST} times with their machine and have no record; "
-                "the same command runs them again"
+                f"lost {MAX_LOST} times with their machine, and without a record: "
+                f"{counted(self._num_given_up, 'cell')}; the same command runs them again"
             )
 
     def _has_work(self) -> bool:
@@ -380,7 +380,9 @@ class Dispatcher:
             return
         if now - self._alone_since > self._patience_s:
             none = f"no {need} came within {self._patience_s:g} s, and the cluster does not grow by itself"
-            raise UnsupportedError("ray", f"{none}: {sum(self._waiting.values())} pieces of work have no record")
+            raise UnsupportedError(
+                "ray", f"{none}: no record of {counted(sum(self._waiting.values()), 'piece')} of work"
+            )
 
     def _unpin(self, usable: Sequence[Machine]) -> bool:
         """Let lanes go on anywhere whose environment no machine has any more; tell whether there are such."""
@@ -600,7 +602,7 @@ class Dispatcher:
         self._lost_at[agent.machine.id] = self._clock()
         self._ceilings -= agent.ceilings  # another will
         lost = [agent.open[place] for place in agent.begun & agent.open.keys()]
-        self._control.say(f"lost {agent.machine.name} with {len(lost)} cells under way: {reason}")
+        self._control.say(f"lost {agent.machine.name} with {counted(len(lost), 'cell')} under way: {reason}")
         self._note_lost(lost)
         if was_memory and len(lost) == 1:
             self._take_memory_loss(agent, lost[0])

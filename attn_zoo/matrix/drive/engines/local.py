@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TypeVar
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, counted
 from attn_zoo.matrix.drive.supervise import Control, Lane, beside, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
@@ -26,7 +26,8 @@ def crowding(cells: Sequence[PlannedCell], jobs: int, cores: int) -> str:
     total = sum(threads or share for threads in asked)
     if total <= cores:
         return ""
-    return f"{len(asked)} trainings at once may use {total} threads on {cores} cores: they will slow each other down"
+    use = f"{len(asked)} trainings at once may use {total} threads on {counted(cores, 'core')}"
+    return f"{use}: they will slow each other down"
 
 
 _Item = TypeVar("_Item")

@@ -166,7 +166,7 @@ def test_a_lost_machine_loses_only_what_was_under_way():
     attempts = {record.cell.key: record.attempt for record in driver.records}
     assert {attempts[key] for key in twice} == {2}
     assert sum(attempts.values()) == len(cells) + len(twice)
-    assert [text.split(":")[0] for text in driver.said] == [f"lost machine {n} with 1 cells under way" for n in (1, 2)]
+    assert [text.split(":")[0] for text in driver.said] == [f"lost machine {n} with 1 cell under way" for n in (1, 2)]
 
 
 class Treacherous(SimulatedCluster):
@@ -192,7 +192,7 @@ def test_a_cell_that_is_lost_twice_is_left_for_another_run_but_where_memory_was_
     assert sum(key == middle for key, *_ in cluster.began) == 2
     status = {record.cell.seq_len: record.status for record in driver.records}
     assert status == {16: "ok", 64: "ok", **({32: "oom_host"} if was_memory else {})}
-    last = "1 cells were lost 2 times with their machine and have no record; the same command runs them again"
+    last = "lost 2 times with their machine, and without a record: 1 cell; the same command runs them again"
     assert (driver.said[-1] == last) == (not was_memory)
 
 
