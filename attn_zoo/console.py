@@ -16,6 +16,7 @@ from threading import Timer
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -183,9 +184,31 @@ def capability_rows(info: VariantInfo) -> list[tuple[str, str]]:
 
 
 def option_rows(info: VariantInfo) -> list[tuple[str, str, str]]:
-    """Return each option with its default and what it does."""
+    """Return each option with its default, as a matrix file writes it, and what it does."""
     types = _option_types(info)
-    return [(one.name, str(one.default), f"{one.summary} ({types[one.name]})".strip()) for one in info.options]
+    return [
+        (
+            one.name,
+            _in_toml(to_jsonable_python(one.default, fallback=str)),
+            f"{one.summary} ({types[one.name]})".strip(),
+        )
+        for one in info.options
+    ]
+
+
+def _in_toml(value: Any) -> str:
+    """Return plain data as TOML; what it has no word for is what an option means that is left out.
+
+    >>> _in_toml([1, "two", True, None]), _in_toml({"step": float("inf")})
+    ('[1, "two", true, unset]', '{step = inf}')
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {_in_toml(each)}' for name, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_toml, value))}]"
+    if isinstance(value, float):
+        return repr(value)
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _option_types(info: VariantInfo) -> dict[str, str]:
@@ -203,9 +226,10 @@ def _type_words(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return " | ".join(json.dumps(one.value) for one in hint)
     if get_origin(hint) in (Union, UnionType):
-        return " | ".join("None" if one is NoneType else _type_words(one) for one in get_args(hint))
+        return " | ".join(_type_words(one) for one in get_args(hint) if one is not NoneType)  # that is left out
     if isinstance(origin := get_origin(hint), type):
-        return f"{origin.__name__}[{', '.join('...' if one is ... else _type_words(one) for one in get_args(hint))}]"
+        name = "" if origin is tuple else origin.__name__
+        return f"{name}[{', '.join('...' if one is ... else _type_words(one) for one in get_args(hint))}]"
     return formatannotation(hint).replace("typing.", "")
 
 

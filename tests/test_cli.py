@@ -111,6 +111,8 @@ def test_show_explains_every_option(call):
             assert option["summary"], f"{name}: {option['name']}"
     text = " ".join(call("show", "local_window").out.split())
     assert "window_size 128 W, positions on either side of a query" in text
+    assert 'backend "auto" ' in text
+    assert "is_fixed false " in " ".join(call("show", "synthesizer").out.split())
 
 
 def test_show_names_the_values_that_an_option_can_have(call, tmp_path):
@@ -129,7 +131,10 @@ def test_show_names_the_values_that_an_option_can_have(call, tmp_path):
     file.write_text(source.replace("from torch", "from enum import StrEnum\nfrom typing import Literal\n\nfrom torch"))
     answer = call("show", "sorted_out", "--variant-file", str(file), "--json")
     types = {option["name"]: option["type"] for option in json.loads(answer.out)["options"]}
-    assert types == {"kind": '"soft" | "hard"', "mode": '"a" | "b" | None', "several": 'tuple["x" | "y", ...]'}
+    assert types == {"kind": '"soft" | "hard"', "mode": '"a" | "b"', "several": '["x" | "y", ...]'}
+    rows = [line.split()[:2] for line in call("show", "sorted_out").out.splitlines()]
+    for row in (["kind", '"soft"'], ["mode", "unset"], ["several", '["x"]']):
+        assert row in rows, "a default is written as a matrix file writes it"
 
 
 def test_a_typo_is_one_line_with_the_nearest_name(call):
