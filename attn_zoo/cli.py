@@ -261,16 +261,17 @@ def plan(
 ) -> None:
     """Show the cells of a matrix: what will run, what is refused and why, roughly what it takes. Runs nothing."""
     load_files(files)
-    planned = api.plan(
-        matrix,
-        variants=add or (),
-        only=only or (),
-        device=device,
-        shard=shard,
-        data_dir=data_dir,
-        should_probe=True,
-        allow_cells=allow_cells,
-    )
+    with console.told_if_slow(f"planning {matrix}: every variant is built once, in a process of its own"):
+        planned = api.plan(
+            matrix,
+            variants=add or (),
+            only=only or (),
+            device=device,
+            shard=shard,
+            data_dir=data_dir,
+            should_probe=True,
+            allow_cells=allow_cells,
+        )
     if as_json:
         console.print_json(
             [{"id": item.cell.id, "key": item.cell.key, "refusal": item.refusal} for item in planned.cells]
@@ -322,7 +323,6 @@ def run(
 
 
 def _finish(done: Run) -> None:
-
     assert done.summary is not None  # `run` made it
     console.print_summary(done.summary)
     raise typer.Exit(done.summary.exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,6 +38,10 @@ def _split(name: str) -> SplitName:
 
     split: SplitName = one_of(SplitName, "split", name)
     return split
+
+
+def _told(task: AbstractTask, split: str) -> AbstractContextManager[None]:
+    return console.told_if_slow(f"making all {split} examples of {task.name}, level {task.level}")
 
 
 def _sources(task: str | None, level: str | None) -> dict[str, Source]:
@@ -180,8 +185,10 @@ def show(
     data_dir: DataDir = None,
 ) -> None:
     """Print examples as a person reads them."""
+    name = _split(split)
     made = _task(task, level, data_dir)
-    examples = made.split(_split(split))
+    with _told(made, split):
+        examples = made.split(name)
     spec = made.spec
     console.out.print(
         f"{task}, level {made.level}, {split}: {counted(len(examples), 'example')} of at most "
@@ -295,5 +302,7 @@ def export(
     made = _task(task, level, data_dir)
     if out.exists():
         raise FolderError(f"{out}: exists already and is not overwritten; delete it or choose another name")
-    for path in made.export(name, out):
+    with _told(made, split):
+        paths = list(made.export(name, out))
+    for path in paths:
         console.say(f"wrote {path}")

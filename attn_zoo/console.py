@@ -374,7 +374,8 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     `files` were loaded for this, and are for what is done next.
     """
     counts = Counter(record.status for record in now.done)
-    print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
+    if counts:
+        print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
     failed = [(record.status, record.reason, record.cell.id) for record in now.done if record.status != "ok"]
     print_reasons(sorted(failed, key=itemgetter(0, 1)))
     if now.problems:

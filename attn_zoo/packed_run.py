@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from attn_zoo.errors import ConfigError, FolderError
+from attn_zoo.folder import read_info
 from attn_zoo.whole_files import whole_file
 
 SUFFIX = ".zip"
@@ -40,12 +41,10 @@ def share(folder: str | Path, path: str | Path | None = None) -> Path:
         path: of the file, replaced if it exists; by default the name of the folder, here.
 
     Raises:
-        FolderError: no results folder, or the file cannot be written.
+        FolderError: no results folder that could be read, or the file cannot be written.
     """
     folder = Path(folder)
-    if not (folder / "run.json").is_file():
-        why = "it has no run.json" if folder.is_dir() else "no such directory"
-        raise FolderError(f"{folder}: not a results folder: {why}")
+    read_info(folder, has_plan=False)
     path = Path(path) if path is not None else Path(f"{folder.resolve().name}{SUFFIX}")
     if path.suffix != SUFFIX:
         raise FolderError(f"{path}: expected a name that ends in {SUFFIX}")

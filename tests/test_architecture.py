@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole_files": {"errors"},
     "records": {"errors"},
     "folder": WORDS | {"records"},
-    "packed_run": {"errors", "whole_files"},
+    "packed_run": {"errors", "whole_files", "folder"},
     "statistics": {"errors", "records"},
     "discovery": WORDS | {""},
     "typed_code": WORDS | {"discovery"},

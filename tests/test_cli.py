@@ -21,9 +21,11 @@ import pytest
 import attn_zoo
 from attn_zoo import api, cli
 from attn_zoo.conformance import CheckResult
-from attn_zoo.console import print_checks, print_standing, told_if_slow
+from attn_zoo.console import print_checks, print_plan, print_standing, print_summary, told_if_slow
 from attn_zoo.discovery import LoadFailure
 from attn_zoo.displays import Checks
+from attn_zoo.matrix.drive.progress import PlainProgress
+from attn_zoo.matrix.drive.run_plan import Standing, Summary
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.registry import tasks, variants
 from tests.report.synthetic import scaling, write_run
@@ -568,6 +570,25 @@ def test_what_to_type_next_names_the_files_that_were_given(tmp_path, capsys):
     folder = write_run(tmp_path / "a run", [replace(scaling("full", 512), status="timeout", reason="slow")])
     print_standing(api.status(folder), [], folder, [Path("my file.py")])
     assert capsys.readouterr().out.endswith(f"next: attn-zoo retry '{folder}' --variant-file 'my file.py'\n")
+
+
+def test_one_is_said_in_the_singular(capsys):
+    groups = [{"variants": ["full"], "seq_len": [64], "passes": ["fwd"], "dtypes": ["float32"], "device": "cpu"}]
+    plan = api.plan({"name": "one", "scaling": groups})
+    print_plan(plan)
+    (item,), stale = plan.cells, (scaling("full", 1024),)
+    begun = {item.cell.key: 1}
+    print_standing(Standing(done=(), left=(item,), stale=stale, other=stale, begun=begun), [], Path("run"), [])
+    print_summary(Summary(left=(item,), num_repeats=1, folder=Path("run")))
+    PlainProgress(sys.stdout).begin(1, 0, 1)
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        " 1 cell on cpu: 1 to run, 0 refused;",
+        " 0 done, 1 left (1 begun, with 1 repeat); 1 record stale, of source or data that changed since; 1 record of",
+        " the same command goes on from here, with 1 repeat of them 1 cell",
+    ):
+        assert text in said
+    assert "status cells" not in said, "no table without rows"
 
 
 def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):

@@ -145,6 +145,13 @@ def test_sizes_are_rounded_for_people(count, text):
 # show
 
 
+def test_examples_that_take_long_to_make_are_told_of_meanwhile(call, tmp_path, monkeypatch):
+    monkeypatch.setattr("attn_zoo.console.SILENCE_S", 0.0)
+    told = "making all test examples of listops, level short\n"
+    assert call("show", "listops").err == told
+    assert call("export", "listops", "--out", str(tmp_path / "test.jsonl")).err == told
+
+
 def test_show_prints_what_a_person_reads(call):
     answer = call("show", "listops", "--count", "2", "--split", "validation")
     assert answer.code == 0

@@ -40,7 +40,7 @@ def ceilings_text(one: Ceilings) -> str:
     'cpu float32: products 0.12 TFLOP/s, copies 20 GB/s'
     """
     threads = f", {counted(one.threads, 'thread')}" if one.threads is not None else ""
-    rates = f"products {one.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {one.copy_bytes_per_s / 1e9:.3g} GB/s"
+    rates = f"products {one.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {one.copy_bytes_per_s / 1e9:.4g} GB/s"
     idle = f", idle {one.idle_watts:.0f} W" if one.idle_watts is not None else ""
     doubt = f" ({', '.join(one.flags)})" if one.flags else ""
     return f"{one.device} {one.dtype}{threads}: {rates}{idle}{doubt}"
