@@ -38,6 +38,11 @@ class Overview:
     without: tuple[str, ...]
     apart: str
 
+    @property
+    def title(self) -> str:
+        """Return what all scores are, and whether of models with an exchanged mechanism."""
+        return ", ".join(filter(None, (self.metric.title, self.groups[0].setting.exchange)))
+
     def scores(self, label: str) -> list[LabelScore]:
         """Return the scores of `label` in the common tasks."""
         return [score for group in self.common if (score := _scored(group, label)) is not None]

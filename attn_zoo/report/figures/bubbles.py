@@ -88,7 +88,7 @@ def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
             bubbles.append(_Bubble(label, looks[label], speed, value, None, overview.peak_bytes(label), is_filled=True))
     floor = overview.floor()
     said = [overview.how, overview.scope(), "speed: geometric mean; memory: the most"]
-    title = f"{overview.metric.title} against cost: mean over {len(overview.common)} tasks"
+    title = f"{overview.title} against cost: mean over {len(overview.common)} tasks"
     return _draw(title, said, bubbles, dict([floor]) if floor else {}, overview.metric)
 
 

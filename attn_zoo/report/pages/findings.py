@@ -84,7 +84,7 @@ def _mean_line(overview: Overview) -> str:
     said = some(f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items())
     over = some((group.task_title for group in overview.common), joint=" and ")
     apart = f" ({overview.apart})" if overview.apart else ""
-    return f"{overview.metric.title}, mean over {over}{apart}: {said}{beside}." if said else ""
+    return f"{overview.title}, mean over {over}{apart}: {said}{beside}." if said else ""
 
 
 def nearest_line(group: ErrorGroup) -> str:
@@ -545,4 +545,4 @@ def overview_finding(overview: Overview) -> str:
     said = ", ".join(means)
     floor = overview.floor()
     beside = f"; {floor[0]}: {overview.metric.show(floor[1])}" if floor else ""
-    return f"{overview.metric.title}, {overview.scope()}: {said}{beside}."
+    return f"{overview.title}, {overview.scope()}: {said}{beside}."

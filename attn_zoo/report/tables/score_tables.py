@@ -381,13 +381,10 @@ def overview_table(overview: Overview) -> Table:
         known = [value for value in shared if value is not None]
         mean = fmean(known) if has_mean and len(known) == len(shared) else None
         rows.append({**dict.fromkeys(rows[0]), "variant": name, "mean": mean, **marks})
-    setting = overview.groups[0].setting
     scope = overview.scope() if has_mean else "no mean: fewer than two tasks have a score of every variant"
     return Table(
         name=f"overview-{overview.name}",
-        title=", ".join(
-            filter(None, (f"{overview.metric.title} on all tasks", setting.exchange, setting.protocol)),
-        ),
+        title=f"{overview.title} on all tasks, {overview.groups[0].setting.protocol}",
         notes=(
             f"{capital(overview.how)}. Means over seeds; {scope}. A missing score is never counted as 0.",
             Remark("In brackets: 95 % t-interval over seeds, each task with its own spread.", sign="["),
