@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from attn_zoo.errors import GateError, UnsupportedError
+from attn_zoo.errors import GateError, StoreError, UnsupportedError
 from attn_zoo.records import Record, Status
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
@@ -49,6 +50,8 @@ def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Sta
         return "unsupported", _text(error.reason)
     if isinstance(error, GateError):
         return "gate_failed", text
+    if isinstance(error, StoreError):  # a full disk says nothing about the cell, which goes on from its checkpoint
+        return "cancelled", text
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
         return "oom_device", _first_line(error)
     is_host_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -63,6 +66,16 @@ def short_trace(error: BaseException) -> str:
     """Return the end of the traceback, where the cause is."""
     lines = _text("".join(traceback.format_exception(error))).splitlines()
     return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:]
+
+
+def ended(record: Record, run: Callable[[], Record], room_bytes: int | None) -> Record:
+    """Return the record that running a cell gives; every exception but Ctrl-C becomes a status of the cell."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a variant may even call sys.exit
+        return failure_record(record, error, room_bytes)
 
 
 def failure_record(record: Record, error: BaseException, room_bytes: int | None = None) -> Record:

@@ -21,8 +21,8 @@ from pydantic import Field
 from torch import nn
 
 from attn_zoo.conformance import gate_model
-from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError, suggestion
-from attn_zoo.matrix.cell.outcomes import failure_record
+from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
+from attn_zoo.matrix.cell.outcomes import ended
 from attn_zoo.matrix.cell.tracking import tracked
 from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.kinds.kind import (
@@ -176,14 +176,7 @@ class Accuracy(AbstractKind):
     ) -> list[Record]:
         phases: dict[str, float] = {}
         (record,) = records
-        try:
-            record = self.measure(record, order, phases)
-        except KeyboardInterrupt:
-            raise
-        except StoreError as error:  # a full disk says nothing about the cell, which goes on from its last checkpoint
-            record = replace(record, status="cancelled", reason=str(error))
-        except BaseException as error:  # a variant may even call sys.exit
-            record = failure_record(record, error, room_bytes)
+        record = ended(record, partial(self.measure, record, order, phases), room_bytes)
         return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
 
     def measure(self, record: Record, order: WorkOrder, phases: dict[str, float]) -> Record:

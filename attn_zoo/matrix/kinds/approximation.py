@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ from attn_zoo.conformance.global_state import settings_kept
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import recording
-from attn_zoo.matrix.cell.outcomes import failure_record
+from attn_zoo.matrix.cell.outcomes import ended
 from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.claimed_costs import (
     DTYPE_BYTES,
@@ -149,16 +150,11 @@ class Approximate(CallKind):
         phases: dict[str, float] = {}
         if record.cell.threads is not None:
             torch.set_num_threads(record.cell.threads)
-        try:
-            with settings_kept():
-                record = _compare(record, phases)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a variant may even call sys.exit
-            record = failure_record(record, error, room_bytes)
+        record = ended(record, partial(_compare, record, phases), room_bytes)
         return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
 
 
+@settings_kept()
 def _compare(record: Record, phases: dict[str, float]) -> Record:
     cell = record.cell
     if cell.device == "cuda" and not torch.cuda.is_available():
