@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, compare, history, load, merge, run, share, verify
+    from attn_zoo.api import check, compare, history, load, merge, run
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from attn_zoo.displays import Checks, Run
     from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError
     from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+    from attn_zoo.packed_run import share
     from attn_zoo.registry import VariantConfig, load_file, register_attention, register_mixer, register_task
+    from attn_zoo.report.verify import verify
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "api": ("check", "compare", "history", "load", "merge", "run", "share", "verify"),
+    "api": ("check", "compare", "history", "load", "merge", "run"),
     "attention": (
         *("AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"),
         *("build_attention", "build_mixer", "describe", "list_variants"),
@@ -36,7 +38,9 @@ _HOME = {
     "displays": ("Checks", "Run"),
     "errors": ("AttnZooError", "ConfigError", "StoreError", "UnknownNameError", "UnsupportedError"),
     "metadata": ("Capabilities", "Complexity", "Reference", "Shape"),
+    "packed_run": ("share",),
     "registry": ("VariantConfig", "load_file", "register_attention", "register_mixer", "register_task"),
+    "report.verify": ("verify",),
 }
 """What each module gives."""
 

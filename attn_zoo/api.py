@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from attn_zoo.matrix.plan.expand import Plan
     from attn_zoo.report.compare import Comparison
     from attn_zoo.report.history import History
-    from attn_zoo.report.verify import Fault
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
@@ -81,17 +80,6 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
     return compare_runs(a, b, allow=_listed(allow), limit=LIMIT if limit is None else limit)
 
 
-def verify(source: str | Path) -> list[Fault]:
-    """Return what a reviewer would find wrong with a results folder or packed run; nothing where nothing is.
-
-    Raises:
-        ConfigError: there is no results folder, or a newer version of this package wrote it.
-    """
-    from attn_zoo.report.verify import verify as verify_results
-
-    return verify_results(source)
-
-
 def history(
     folder: str | Path,
     *,
@@ -104,13 +92,6 @@ def history(
     from attn_zoo.report.history import history as history_of
 
     return history_of(str(folder), variants=_listed(variants), pass_=pass_, seq_len=seq_len, most=most)
-
-
-def share(folder: str | Path, path: str | Path | None = None) -> Path:
-    """Pack the records of a results folder into one file; see `attn_zoo.packed_run.share`."""
-    from attn_zoo.packed_run import share as share_folder
-
-    return share_folder(folder, path)
 
 
 def merge(sources: Iterable[str | Path], out: str | Path) -> Path:

@@ -158,8 +158,9 @@ def verify(
     """Check results as a reviewer would: whole, possible, gated, on equal terms; exit code 1 if something is wrong."""
     from attn_zoo.report.units import MOST_LINES, clean
     from attn_zoo.report.verify import CHECKS
+    from attn_zoo.report.verify import verify as verify_results
 
-    faults = api.verify(source)
+    faults = verify_results(source)
     if as_json:
         console.print_json([asdict(fault) for fault in faults])
     else:
@@ -184,9 +185,10 @@ def share(
     out: Annotated[Path | None, typer.Option(help="File to write, .zip; by default the folder's name, here.")] = None,
 ) -> None:
     """Pack a run into one file that report, compare, export, verify and merge open; without logs and weights."""
+    from attn_zoo.packed_run import share as share_folder
     from attn_zoo.report.units import human_bytes
 
-    path = api.share(folder, out)
+    path = share_folder(folder, out)
     console.say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {shlex.quote(str(path))} opens it")
 
 

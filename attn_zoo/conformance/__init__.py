@@ -5,7 +5,7 @@ subset that runs before anything is timed. `measure_complexity(name)` measures h
 length grow. None of them knows any variant by name.
 """
 
-from attn_zoo.conformance.check import Check, CheckResult, Outcome, exit_code
+from attn_zoo.conformance.check import Check, CheckResult, Outcome
 from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.checks.complexity import Growth, MeasuredComplexity, measure_complexity
 from attn_zoo.conformance.gate import GATE_CHECKS, gate, gate_model
@@ -22,7 +22,6 @@ __all__ = [
     "MeasuredComplexity",
     "Outcome",
     "check_output",
-    "exit_code",
     "gate",
     "gate_model",
     "measure_complexity",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -103,12 +103,3 @@ class CheckResult:
     def is_bad(self) -> bool:
         """Whether this result must fail a run."""
         return self.outcome in {"failed", "error"}
-
-
-def exit_code(results: Iterable[CheckResult]) -> int:
-    """Return 1 if any check failed or could not be carried out, else 0.
-
-    >>> exit_code([CheckResult(check="causality", outcome="passed"), CheckResult(check="decode", outcome="refused")])
-    0
-    """
-    return int(any(result.is_bad for result in results))

@@ -297,30 +297,28 @@ def _expect_parameters_read(subject: Subject, build: BuildContext, sequence: Seq
         expect_same(inputs, output, before, "steps do not use the parameters that were loaded", f": step {at}")
 
 
-def state_tensors(state: object) -> Iterator[Tensor]:
-    """Yield all tensors of a state (a tensor, a dataclass, tuple, list or dict of them)."""
+def state_tensors(state: object) -> list[Tensor]:
+    """Return all tensors of a state (a tensor, a dataclass, tuple, list or dict of them)."""
+    return [item for item in _items(state) if isinstance(item, Tensor)]
+
+
+def _items(state: object) -> Iterator[object]:
+    """Yield what a state holds in the end: tensors, and whatever else nothing here looks into."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
-        yield from state_tensors(list(state.values()))
+        yield from _items(list(state.values()))
     elif isinstance(state, tuple | list):
         for item in state:
-            yield from state_tensors(item)
+            yield from _items(item)
     elif is_dataclass(state):
-        yield from state_tensors([getattr(state, item.name) for item in fields(state)])
+        yield from _items([getattr(state, item.name) for item in fields(state)])
+    else:
+        yield state
 
 
-def _unweighed(state: object) -> Iterator[str]:
-    """Yield the types in a state that `state_tensors` does not look into, and that may hold tensors."""
-    if isinstance(state, dict):
-        yield from _unweighed(list(state.values()))
-    elif isinstance(state, tuple | list):
-        for item in state:
-            yield from _unweighed(item)
-    elif is_dataclass(state):
-        yield from _unweighed([getattr(state, item.name) for item in fields(state)])
-    elif not isinstance(state, Tensor | Number | str | Enum | torch.dtype | torch.device | None):
-        yield type(state).__name__
+_WEIGHED = Tensor | Number | str | Enum | torch.dtype | torch.device | None
+"""What a state may hold in the end: tensors, and what surely holds none."""
 
 
 @check("the decode state has the size that is claimed, keeps nothing else alive, and does not grow if recurrent")
@@ -349,14 +347,14 @@ def _expect_state_bytes(subject: Subject, build: BuildContext, length: int, dtyp
         start = module.init_state(inputs.batch_size, device=subject.device, dtype=dtype)
         num_tokens, first = 0, 0
         for output, state in _read(module, inputs, pieces, start):
-            if unknown := next(_unweighed(state), None):
+            if unknown := [type(item).__name__ for item in _items(state) if not isinstance(item, _WEIGHED)]:
                 raise Violation(
                     "a decode state is not of tensors, dataclasses, tuples, lists and dicts, so nobody can weigh it",
-                    f"{inputs.words()}, {way}: got {unknown}",
+                    f"{inputs.words()}, {way}: got {unknown[0]}",
                 )
             num_tokens, size = num_tokens + output.shape[-2], state_bytes(state)
             first = first or size
-            tensors = list(state_tensors(state))
+            tensors = state_tensors(state)
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
             occupied, seen = sum(storages.values()), sum(tensor.nbytes for tensor in tensors)
             if occupied > MOST_KEPT * seen:

@@ -163,8 +163,8 @@ class WorkerPool:
         for later in islice(self._ahead, place + 1, None):
             if _kind(later) != _kind(item) or sum(needed.values()) >= MAX_STARTING:
                 break
-            if _sharing(later) != _sharing(item):
-                needed[_sharing(later)] = later.successive_repeats
+            if (process := (later.process, later.repeat)) != (item.process, item.repeat):
+                needed[process] = later.successive_repeats
         return sum(needed.values())
 
     def _take(self, item: PlannedCell, num_after: int) -> tuple[WorkerProcess, float]:
@@ -216,11 +216,6 @@ class WorkerPool:
         while self._waiting:
             self._waiting.pop().close()
         self._end_keeper()
-
-
-def _sharing(item: PlannedCell) -> object:
-    """Return what is equal for cells that one process may run, one after another or in turns."""
-    return (item.lane, item.repeat) if item.isolation == "lane" else item.bundle
 
 
 def _kind(item: PlannedCell) -> object:

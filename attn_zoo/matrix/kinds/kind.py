@@ -135,9 +135,6 @@ class Forecast(Protocol):
         """Return the seconds that one repeat of a cell will take; 0 where nothing is known."""
 
 
-AnyGroup = TypeVar("AnyGroup", bound=Group)
-
-
 class AbstractKind(ABC):
     """A kind of cell.
 
