@@ -11,7 +11,8 @@ from statistics import geometric_mean, median
 from attn_zoo.errors import counted
 from attn_zoo.folder import Run, read_run
 from attn_zoo.packed_run import opened
-from attn_zoo.records import Timing
+from attn_zoo.records import Approximation, Cell, Timing
+from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS
 from attn_zoo.report.analysis.efficiency import pass_flops
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, make_accuracy_groups
@@ -104,6 +105,20 @@ def _numbers(subject: _Subject) -> Found:
             share = score.correct.count("1") / len(score.correct)
             if not isclose(share, score.value, abs_tol=_ROUNDING):
                 yield record.cell.id, f"its score, {score.value:g}, is not that of its answers, {share:g}"
+    yield from _inputs(subject)
+
+
+def _inputs(subject: _Subject) -> Found:
+    """Yield errors beside exact attention that stand side by side, and are of other queries, keys and values."""
+    firsts: dict[tuple[object, ...], tuple[Cell, Approximation]] = {}
+    for record in subject.run.records:
+        if (found := record.approximation) is not None:
+            cell = record.cell
+            same = tuple(getattr(cell, name) for name in (*GROUP_FIELDS, "inputs", "seq_len", "seed"))
+            other, known = firsts.setdefault((record.environment, *same), (cell, found))
+            if not isclose(found.mean_error, known.mean_error, rel_tol=_ROUNDING, abs_tol=_ROUNDING):
+                off = f"off by {found.mean_error:.3g}, beside {other.id} by {known.mean_error:.3g}"
+                yield cell.id, f"had other inputs: the mean of the values is {off}"
 
 
 def _medians(timing: Timing) -> Iterator[float]:
@@ -132,6 +147,9 @@ def _gate(subject: _Subject) -> Found:
     for one, _ in subject.timed:
         if not one.record.gate:
             yield one.cell.id, "was timed without a correctness gate"
+    for one in subject.results.observations:
+        if one.record.approximation is not None and not one.record.gate:
+            yield one.cell.id, "was compared with exact attention without a correctness gate"
 
 
 def _floors(subject: _Subject) -> Found:
@@ -167,7 +185,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {
     "complete": ("every planned cell has a record", _complete),
     "numbers": ("the numbers of a record do not contradict each other", _numbers),
     "limits": ("nothing is faster than the machine can be", _limits),
-    "gate": ("nothing was timed before it passed its correctness gate", _gate),
+    "gate": ("nothing was timed, or compared with exact attention, before it passed its correctness gate", _gate),
     "floors": ("beside each score stands what a trivial model scores", _floors),
     "budgets": (f"parameters are within {PARAMS_TOLERANCE:.0%} of the baseline's", _budgets),
     "trials": ("each variant got as many trials and seeds as the others", _trials),

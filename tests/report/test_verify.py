@@ -13,7 +13,7 @@ from attn_zoo.folder import pack_cells
 from attn_zoo.packed_run import share
 from attn_zoo.records import SCHEMA_VERSION, Record
 from attn_zoo.report.verify import CHECKS, Fault, verify
-from tests.report.synthetic import accuracy, costed, roof, scaling, tuned, write_run
+from tests.report.synthetic import accuracy, approximation, costed, roof, scaling, tuned, write_run
 
 GATED = ("causality", "finite")
 RESULTS = sorted(Path(__file__).parents[2].glob("results/*/*/run.json"))
@@ -82,6 +82,20 @@ def test_what_is_planted_is_found_by_the_check_that_promises_it(tmp_path, check,
     assert {fault.check for fault in faults} == {check}
     assert faults[0].where.startswith(where)
     assert text in faults[0].text
+
+
+def test_errors_are_gated_and_of_the_same_inputs(tmp_path):
+    def of(name: str, mean_error: float, gate: tuple[str, ...] = GATED) -> Record:
+        record = approximation(name, 512, 0.5)
+        assert record.approximation is not None
+        return replace(record, gate=gate, approximation=replace(record.approximation, mean_error=mean_error))
+
+    sound = [of("full", 0.9), of("bigbird", 0.9 * (1 + 1e-12)), replace(of("moba", 0.8), environment="0123456789ab")]
+    assert {fault.check for fault in verify(write_run(tmp_path / "sound", sound))} == {"digests"}, "another machine"
+    (fault,) = verify(write_run(tmp_path / "inputs", [of("full", 0.9), of("bigbird", 0.7)]))
+    assert (fault.check, fault.text.partition(":")[0]) == ("numbers", "had other inputs")
+    (fault,) = verify(write_run(tmp_path / "gate", [of("full", 0.9), of("bigbird", 0.9, ())]))
+    assert (fault.check, fault.where.partition("/")[0]) == ("gate", "bigbird")
 
 
 def test_sound_results_are_not_accused(tmp_path):
