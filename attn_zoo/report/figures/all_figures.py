@@ -21,6 +21,7 @@ from attn_zoo.report.figures.scaling_curves import draw_memory, draw_speed_up, d
 from attn_zoo.report.figures.score_rows import draw_scores
 from attn_zoo.report.figures.style import Looks, make_looks, styled
 from attn_zoo.report.figures.tuning_curves import draw_tuning
+from attn_zoo.report.tables.front_table import front_errors
 
 Subject = Literal["panel", "errors", "overview", "accuracy"]
 """A panel of scaling, distances from exact attention, an overview of several tasks, a group of trainings."""
@@ -88,8 +89,8 @@ def front_picture(analysis: Analysis, pictures: Sequence[Picture]) -> Picture | 
     panel = lead_panel(analysis.panels)
     groups = sorted(analysis.accuracy, key=lambda group: -len(group.means))
     wanted = f"time-{panel.name}" if panel is not None else f"accuracy-{groups[0].name}" if groups else ""
-    if not wanted and analysis.errors:
-        wanted = f"approximation-{analysis.errors[0].name}"
+    if not wanted and (errors := front_errors(analysis)) is not None:
+        wanted = f"approximation-{errors.name}"
     return next((picture for picture in pictures if picture.name == wanted), None)
 
 

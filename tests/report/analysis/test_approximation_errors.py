@@ -13,7 +13,7 @@ from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.compare import compare
 from attn_zoo.report.export import flat_frame
-from attn_zoo.report.figures.all_figures import figure_names, make_pictures
+from attn_zoo.report.figures.all_figures import figure_names, front_picture, make_pictures
 from attn_zoo.report.figures.error_curves import LEAST, draw_errors
 from attn_zoo.report.figures.style import MUTED, make_looks
 from attn_zoo.report.flat_records import flat_row, record_of
@@ -389,3 +389,12 @@ def test_means_beside_a_ratio_are_over_the_seeds_that_it_is_of(tmp_path):
     _, rows = compared(tmp_path / "apart", seeded((0, 0.1)), seeded((1, 0.5)))
     (row,) = rows.values()
     assert (row["error_a"], row["error_b"], row["verdict"]) == (0.1, 0.5, "cannot say")
+
+
+def test_the_figure_on_top_is_of_the_setting_of_the_table_beside_it(tmp_path):
+    failed = approximation("linformer", 512, 0.0, status="timeout", dtype="bfloat16")
+    analysis = analysed(tmp_path, [failed, *RECORDS])
+    assert [group.name for group in analysis.errors] == ["error-bfloat16", "error-float32"]
+    picture = front_picture(analysis, make_pictures(analysis))
+    assert picture is not None
+    assert picture.name == "approximation-error-float32"
