@@ -49,6 +49,11 @@ class ErrorPoint:
         return [record.approximation for record in self.records if record.approximation is not None]
 
     @property
+    def record(self) -> Record:
+        """That of the first seed with a number, which says what ran; of the first of all where none has one."""
+        return next((record for record in self.records if record.approximation is not None), self.records[0])
+
+    @property
     def word(self) -> str:
         """What a table says where there is no number."""
         return missing_word(next(record for record in self.records if record.approximation is None))
@@ -92,7 +97,7 @@ class ErrorCurve:
     def flops(self, seq_len: int) -> int | None:
         """Return the FLOPs of one forward at a length, by the variant's formula."""
         point = self.at(seq_len)
-        return point.records[0].flops if point is not None else None
+        return point.record.flops if point is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,7 +220,7 @@ _FOUND = ("mean_error", "rounding_error", "num_effective_keys")
 
 
 def _row(group: ErrorGroup, panel: ErrorPanel, curve: ErrorCurve, point: ErrorPoint) -> dict[str, Any]:
-    found, record = point.found, point.records[0]
+    found, record = point.found, point.record
     means = {name: sum(getattr(one, name) for one in found) / len(found) if found else None for name in _FOUND}
     return {
         "variant": curve.label,

@@ -398,3 +398,12 @@ def test_the_figure_on_top_is_of_the_setting_of_the_table_beside_it(tmp_path):
     picture = front_picture(analysis, make_pictures(analysis))
     assert picture is not None
     assert picture.name == "approximation-error-float32"
+
+
+def test_costs_are_there_where_the_first_seed_failed(tmp_path):
+    failed = replace(approximation("bigbird", 1024, 0.0, status="timeout"), flops=None)
+    records = [*over_lengths("full", 1e-7, 1e-7), *over_lengths("bigbird", 0.1), failed]
+    analysis = analysed(tmp_path, [*records, approximation("bigbird", 1024, 0.2, seed=1)])
+    table = front_table(analysis)
+    assert table is not None
+    assert {row[0]: row[-1] for row in table.texts()}["bigbird"] == "9.8 %"
