@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, compare, history, load, merge, run
+    from attn_zoo.api import check, compare, history, load, run
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from attn_zoo.displays import Checks, Run
     from attn_zoo.errors import AttnZooError, ConfigError, StoreError, UnknownNameError, UnsupportedError
+    from attn_zoo.matrix.store.merge import merge
     from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
     from attn_zoo.packed_run import share
     from attn_zoo.registry import VariantConfig, load_file, register_attention, register_mixer, register_task
@@ -30,13 +31,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "api": ("check", "compare", "history", "load", "merge", "run"),
+    "api": ("check", "compare", "history", "load", "run"),
     "attention": (
         *("AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"),
         *("build_attention", "build_mixer", "describe", "list_variants"),
     ),
     "displays": ("Checks", "Run"),
     "errors": ("AttnZooError", "ConfigError", "StoreError", "UnknownNameError", "UnsupportedError"),
+    "matrix.store.merge": ("merge",),
     "metadata": ("Capabilities", "Complexity", "Reference", "Shape"),
     "packed_run": ("share",),
     "registry": ("VariantConfig", "load_file", "register_attention", "register_mixer", "register_task"),

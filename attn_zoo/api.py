@@ -94,13 +94,6 @@ def history(
     return history_of(str(folder), variants=_listed(variants), pass_=pass_, seq_len=seq_len, most=most)
 
 
-def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
-    """Make one results folder of the shards of one plan; see `attn_zoo.matrix.store.merge.merge`."""
-    from attn_zoo.matrix.store.merge import merge as merge_folders
-
-    return merge_folders(_listed(sources), out)
-
-
 def run(
     matrix: MatrixLike,
     *,

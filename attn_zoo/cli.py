@@ -60,7 +60,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()  # here, where it can still be said that it failed
     except AttnZooError as error:
-        console.err.print(str(error), markup=False, soft_wrap=True)
+        console.tell(str(error))
         sys.exit(error.exit_code)
     except BrokenPipeError:  # `attn-zoo list | head`
         sys.stderr.close()
@@ -70,10 +70,10 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, not into a trace
         where = error.filename or f"standard output or a file in {gettempdir()}"  # neither has a name
-        console.err.print(f"{where}: cannot be written: {error.strerror}", markup=False, soft_wrap=True)
+        console.tell(f"{where}: cannot be written: {error.strerror}")
         sys.exit(StoreError.exit_code)
     except KeyboardInterrupt:
-        console.err.print("interrupted")
+        console.tell("interrupted")
         sys.exit(130)
 
 
@@ -203,7 +203,7 @@ def check(
     load_files(files)
     with console.told_if_slow("loading torch and all variants"):
         variants[name]  # or it is unknown, which is said before anything is checked
-    console.err.print(f"checking {name}", markup=False, soft_wrap=True)
+    console.tell(f"checking {name}")
     with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
         results = api.check(name, _options(option), device=device, only=only or ())
     if as_json:
@@ -421,7 +421,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Say what works on this machine and, where something does not, why. Every kernel is tried, for 15 s in all."""
-    console.err.print("loading torch")
+    console.tell("loading torch")
     from attn_zoo.doctor import print_diagnosis
 
     print_diagnosis(as_json=as_json, waits=wait)

@@ -29,7 +29,7 @@ def _know(folder: Path | None, files: list[Path] | None) -> None:
     load_files(files)
     for path in load_kept(folder) if folder else []:
         text = f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
-        console.err.print(text, markup=False, soft_wrap=True)
+        console.tell(text)
 
 
 def _write(figure: Figure, out: Path) -> None:

@@ -116,7 +116,7 @@ def _print_each(what: str, texts: Sequence[str]) -> None:
 
     more = [f"{len(texts) - MOST_LINES:,} more"] if len(texts) > MOST_LINES else []
     for text in [*texts[:MOST_LINES], *more]:
-        console.err.print(f"{what}: {text}", markup=False, soft_wrap=True)
+        console.tell(f"{what}: {text}")
 
 
 def _share(option: str, text: str | None) -> float | None:
@@ -200,7 +200,9 @@ def merge(
     out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
 ) -> None:
     """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""
-    console.say(f"wrote {api.merge(sources, out)}; next: attn-zoo status {shlex.quote(str(out))}")
+    from attn_zoo.matrix.store.merge import merge as merge_folders
+
+    console.say(f"wrote {merge_folders(sources, out)}; next: attn-zoo status {shlex.quote(str(out))}")
 
 
 @results.command()

@@ -54,6 +54,11 @@ def say(text: str) -> None:
     out.print(text, markup=False, soft_wrap=True)
 
 
+def tell(text: str) -> None:
+    """Print text as it is on the standard error stream."""
+    err.print(text, markup=False, soft_wrap=True)
+
+
 SILENCE_S = 2.0
 """After this long without a word a user wonders what is going on."""
 
@@ -61,7 +66,7 @@ SILENCE_S = 2.0
 @contextmanager
 def told_if_slow(text: str) -> Iterator[None]:
     """Say on the standard error stream what the block does, should it take longer than `SILENCE_S`."""
-    timer = Timer(SILENCE_S, lambda: err.print(text, markup=False, soft_wrap=True))
+    timer = Timer(SILENCE_S, tell, [text])
     timer.daemon = True
     timer.start()
     try:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from attn_zoo.attention import BuildContext, build_attention
-from attn_zoo.console import err, out, print_json, print_table
+from attn_zoo.console import out, print_failures, print_json, print_table, tell
 from attn_zoo.errors import AttnZooError, counted
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
@@ -79,14 +79,14 @@ def diagnose_packages() -> list[tuple[str, str, str]]:
 def diagnose_backends(
     device: str,
     left_s: Callable[[], float] = lambda: math.inf,
-    tell: Callable[[str], object] = lambda _: None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> list[tuple[str, str, str]]:
     """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only.
 
     Args:
         device: to try them on.
         left_s: tells how many seconds are left.
-        tell: told of each before it is tried.
+        say: told of each before it is tried.
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
@@ -99,7 +99,7 @@ def diagnose_backends(
             why = f"{slow[backend]} took too long" if backend in slow else "there was no time left"
             rows.append((name, backend, f"not tried: {why} (--wait waits)"))
             continue
-        tell(f"{name} {backend} on {device}")
+        say(f"trying {name} {backend} on {device}")
         try:
             with _interrupted_after(limit_s):
                 attention = build_attention(name, build, backend=backend).to(device, dtype).eval()
@@ -142,17 +142,13 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
     ]
 
 
-def _say(what: str) -> None:
-    err.print(f"trying {what}")
-
-
 def print_diagnosis(*, as_json: bool, waits: bool) -> None:
     """Try everything and print what works, for people or as JSON; for as long as it takes, or for `LIMIT_S`."""
     deadline = math.inf if waits else psutil.Process().create_time() + LIMIT_S
     environment = capture_environment()
     packages = diagnose_packages()
     devices = [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]  # the time may not last for both
-    backends = {device: diagnose_backends(device, lambda: deadline - time.time(), _say) for device in devices}
+    backends = {device: diagnose_backends(device, lambda: deadline - time.time(), tell) for device in devices}
     answers = {device: diagnose_device(device) for device in devices}
     failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
     if as_json:
@@ -172,5 +168,4 @@ def print_diagnosis(*, as_json: bool, waits: bool) -> None:
     for device, rows in backends.items():
         print_table(f"\nThe device {device}", ("question", "answer"), answers[device])
         print_table(f"\nKernels on {device}", ("variant", "backend", "result"), rows)
-    if failures:
-        print_table("\nCould not be loaded", ("provider", "reason"), failures)
+    print_failures(failures)

@@ -6,12 +6,12 @@ import keyword
 import re
 import sys
 import sysconfig
-from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from string import Template
 
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.whole_files import whole_file
 
 _TEMPLATE = Template('''\
 """$title attention: one line that says what it does.
@@ -97,7 +97,8 @@ def new_variant(name: str, folder: Path) -> Path:
     """Write `NAME.py` with a working variant to start from, and return it.
 
     Raises:
-        ConfigError: the name cannot be used, as it is taken or that of a module, or the file exists.
+        ConfigError: the name cannot be used, as it is taken or that of a module.
+        FolderError: the file exists or cannot be written.
     """
     from attn_zoo.registry import variants
 
@@ -118,7 +119,8 @@ def new_matrix(name: str, folder: Path, like: str) -> Path:
     """Write `NAME.toml`, a copy of a shipped matrix under another name, and return it.
 
     Raises:
-        ConfigError: the name cannot be used, or the file exists.
+        ConfigError: the name cannot be used.
+        FolderError: the file exists or cannot be written.
         UnknownNameError: no such matrix is shipped.
     """
     from attn_zoo.matrix.plan.schema import MATRIX_NAME, shipped_matrices
@@ -135,12 +137,6 @@ def new_matrix(name: str, folder: Path, like: str) -> Path:
 
 
 def _write(path: Path, text: str) -> Path:
-    if path.exists():
-        raise ConfigError("new", [("", f"{path} exists; choose another name or remove it")])
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)  # half a file, of a full disk
-        raise ConfigError("new", [("", f"cannot write {path}: {error.strerror}")]) from error
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     return path

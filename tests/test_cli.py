@@ -301,8 +301,8 @@ def test_new_refuses_what_exists(call, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", fill)
-    assert "cannot write half.py: No space left on device" in call("new", "half").err
-    assert not (tmp_path / "half.py").exists()
+    assert "half.py: No space left on device; nothing of it was left behind" in call("new", "half").err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 @pytest.mark.parametrize(
@@ -465,10 +465,9 @@ def test_a_full_disk_for_temporary_files_is_not_blamed_on_the_output_alone(tmp_p
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY)),
     )
-    assert (done.returncode, done.stderr) == (
-        4,
-        f"standard output or a file in {tmp_path}: cannot be written: File too large\n",
-    )
+    assert done.returncode == 4
+    said = [line for line in done.stderr.splitlines() if not line.startswith("planning tiny.toml: ")]  # it may be slow
+    assert said == [f"standard output or a file in {tmp_path}: cannot be written: File too large"]
 
 
 def test_a_broken_matrix_is_reported_whole_and_nothing_is_written(call, tmp_path, monkeypatch):

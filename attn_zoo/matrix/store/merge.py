@@ -35,7 +35,7 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
         ConfigError: fewer than two, they are of other plans, or a cell has two records.
         StoreError: one is no results folder or has a record that cannot be read; `out` exists or cannot be written.
     """
-    paths = [Path(source) for source in sources]
+    paths = [Path(source) for source in ([sources] if isinstance(sources, str) else sources)]
     if len(paths) < 2:
         raise ConfigError("merge", [("", f"expected two results folders or more; got {len(paths)}")])
     with ExitStack() as stack:
