@@ -64,7 +64,7 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         height = float(axes.transData.transform((1.0, value))[1])
         taken.append((inside.x0, height - 2, inside.x1, height + 2))
     names = [PointName(EQUAL_NAME, MUTED, control, equal, 3.5)]
-    axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=3)
+    axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=4)
     for score, error, across, tip in points:
         look, tag = looks[score.label], Tag(of=score.name)
         style: dict[str, Any] = {"color": look.colour, "lw": 1.0, "alpha": 0.6, "zorder": 2}
