@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import draw_intervals, draw_mark, log_axis, score_axis
-from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
+from attn_zoo.report.figures.labels import PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -120,7 +120,10 @@ def _draw(
         PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
         for bubble in bubbles
     ]
-    taken = _interval_boxes(axes, bubbles) + _draw_floors(axes, near.values())
+    taken = [line_box(axes, *((bubble.speed, end) for end in bubble.ends)) for bubble in bubbles if bubble.ends]
+    taken += [line_box(axes, *((end, value) for end in axes.get_xlim())) for value in near.values()]
+    for value in near.values():
+        draw_mark(axes, value)
     for bubble in sorted(bubbles, key=lambda bubble: -(bubble.peak_bytes or 0.0)):
         _draw_bubble(axes, bubble, bubble.radius(most), _alt(bubble, metric), metric.bounds)
     inside = axes.get_window_extent()
@@ -144,25 +147,6 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     left, right = (math.exp(middle + side * 0.68 * spread) for side in (-1, 1))  # names need air on both sides
     log_axis(axes, "x", left, right, lambda speed: human_rate(speed).replace(" ", ""), 10)
     axes.set_xlabel("training speed (tokens per second, logarithmic; right is faster)")
-
-
-def _draw_floors(axes: Axes, values: Iterable[float]) -> list[Box]:
-    """Draw a dashed line at each value; return boxes to keep names off."""
-    inside, boxes = axes.get_window_extent(), []
-    for value in values:
-        draw_mark(axes, value)
-        height = float(axes.transData.transform((1.0, value))[1])
-        boxes.append((inside.x0, height - 2, inside.x1, height + 2))
-    return boxes
-
-
-def _interval_boxes(axes: Axes, bubbles: Sequence[_Bubble]) -> list[Box]:
-    boxes: list[Box] = []
-    for bubble in bubbles:
-        if bubble.ends is not None:
-            (x, low), (_, high) = axes.transData.transform([(bubble.speed, end) for end in bubble.ends]).tolist()
-            boxes.append((x - 2, low, x + 2, high))
-    return boxes
 
 
 def _draw_bubble(axes: Axes, bubble: _Bubble, radius: float, tip: str, possible: tuple[float, float]) -> None:

@@ -6,12 +6,10 @@ import math
 from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
-
 from attn_zoo.records import AS_TRAINED, EQUAL_WEIGHTS
 from attn_zoo.report.analysis.scores import AccuracyGroup, mean_with_interval
 from attn_zoo.report.figures.axes import draw_intervals, draw_mark, score_axis, value_axis
-from attn_zoo.report.figures.labels import Box, PointName, draw_point_names
+from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
@@ -29,9 +27,9 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     Lines are what the models score as they were trained, and what needs no attention.
     """
     metric = group.metric
-    found = [(score, exchanges(score)) for score in group.ranked if score.mean is not None]
+    found = [(score, own) for score in group.ranked if (own := exchanges(score))]
     every = [each for _, own in found for _, each in own]
-    if len(found) < 2 or not every:
+    if len(found) < 2:
         return None
     trained, equal = group.references[AS_TRAINED], group.floors[EQUAL_WEIGHTS]
     control = max(fmean(each.mean_error for each in every), LEAST)
@@ -61,8 +59,7 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     taken: list[Box] = []
     for value in lines.values():
         draw_mark(axes, value)
-        height = float(axes.transData.transform((1.0, value))[1])
-        taken.append((inside.x0, height - 2, inside.x1, height + 2))
+        taken.append(line_box(axes, *((end, value) for end in axes.get_xlim())))
     names = [PointName(EQUAL_NAME, MUTED, control, equal, 3.5)]
     axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=4)
     for score, error, across, tip in points:
@@ -70,34 +67,17 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         style: dict[str, Any] = {"color": look.colour, "lw": 1.0, "alpha": 0.6, "zorder": 2}
         assert score.mean is not None
         if score.low is not None and score.high is not None:
+            taken.append(line_box(axes, (error, score.low), (error, score.high)))
             draw_intervals(axes, [(error, (score.low, score.high))], metric.bounds, tag=tag, **style)
         if across is not None:
+            taken.append(line_box(axes, *((end, score.mean) for end in across)))
             draw_intervals(axes, [(score.mean, across)], (LEAST / 2, math.inf), is_flat=True, tag=tag, **style)
         mark = axes.plot(
             [error], [score.mean], marker=look.marker, ms=7, mec="white", mew=0.7, color=look.colour, zorder=3
         )
         Tag(of=score.name, tips=(tip,)).put_on(*mark)
-        taken += _bars(axes, (error, score.mean), across, (score.low, score.high))
         names.append(PointName(plain(score.name, 30), look.colour, error, score.mean, 3.5, of=score.name))
     frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + 26, inside.y1 + 8)
     draw_point_names(axes, names, frame, taken)
     said = "; ".join([*(tip for *_, tip in points), f"{EQUAL_NAME}: {metric.show(equal)} at {error_text(control)}"])
     return page.describe([f"{said}. As trained: {metric.show(trained)}"])
-
-
-def _bars(
-    axes: Axes,
-    at: tuple[float, float],
-    across: tuple[float, float] | None,
-    along: tuple[float | None, float | None],
-) -> list[Box]:
-    """Return what the intervals of a point cover, in pixels."""
-    boxes: list[Box] = []
-    if across is not None:
-        (left, y), (right, _) = axes.transData.transform([(end, at[1]) for end in across]).tolist()
-        boxes.append((left, y - 2, right, y + 2))
-    low, high = along
-    if low is not None and high is not None:
-        (x, bottom), (_, top) = axes.transData.transform([(at[0], low), (at[0], high)]).tolist()
-        boxes.append((x - 2, bottom, x + 2, top))
-    return boxes

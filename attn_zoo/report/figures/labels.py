@@ -159,6 +159,13 @@ def covered(boxes: Sequence[Box], others: Sequence[Box]) -> NDArray[np.float64]:
     return areas
 
 
+def line_box(axes: Axes, *ends: tuple[float, float]) -> Box:
+    """Return what an upright or level line between two points covers. Limits and scales of the axes must be final."""
+    (left, low), (right, high) = axes.transData.transform(ends).tolist()
+    across, along = (2, 0) if left == right else (0, 2)
+    return left - across, low - along, right + across, high + along
+
+
 @dataclass(frozen=True, slots=True)
 class PointName:
     """The name of a data point whose mark has a radius in points; pressing it hides the curve `of`, if given."""

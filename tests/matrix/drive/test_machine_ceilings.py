@@ -104,7 +104,7 @@ def test_a_run_measures_first_and_says_so(tmp_path, monkeypatch, asked):
     assert set(order) == {1}
     lines = stream.getvalue().splitlines()
     assert lines[1] == "measuring the ceilings of this machine ..."
-    assert lines[2].strip() == "cpu float32, 1 threads: products 0.1 TFLOP/s, copies 10 GB/s"
+    assert lines[2].strip() == "cpu float32, 1 thread: products 0.1 TFLOP/s, copies 10 GB/s"
     assert lines[3].startswith("[1/2]")
     remote = FakeEngine()
     remote.is_remote = True
