@@ -398,7 +398,7 @@ _ERROR_MATCH = ("label", "inputs", "seq_len", *GROUP_FIELDS)
 
 _SCORE_MATCH = (
     *("label", "start", "task", "level", "protocol", "overrides", "tuned", "is_causal", "dtype", "device", "threads"),
-    *("data_parallel", "protocol_version", "data_digest"),
+    *("data_parallel", "protocol_version", "data_digest", "replaces", "adapt_steps"),
 )
 
 
@@ -425,7 +425,7 @@ def _compare_scores(
         row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
         rows.append(
             row
-            | {"label": known.label, "start": known.start or "scratch", "metric": group.metric.name}
+            | {"label": known.label, "start": group.words_of(known.start), "metric": group.metric.name}
             | {"score_a": first.mean if first else None, "score_b": second.mean if second else None}
             | interval_values("difference", *((found.mean, found.low, found.high) if found else (None, None, None)))
             | {"num_paired": found.num_paired if found else 0, "loss_low": _least_loss(first, found, group.metric)}

@@ -159,7 +159,8 @@ def _floors(subject: _Subject) -> Found:
 
 
 def _budgets(subject: _Subject) -> Found:
-    for group in subject.groups:
+    # A mechanism that was put into a model brings what it brings.
+    for group in (group for group in subject.groups if not group.setting.replaces):
         for score in group.scores:
             if score.has_other_size and score.params_excess is not None:
                 more = "more" if score.params_excess > 0 else "fewer"

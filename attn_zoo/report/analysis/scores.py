@@ -199,6 +199,10 @@ class AccuracyGroup:
         """Whether any of the runs shared its device, so that times mean little."""
         return any(score.is_shared for score in self.scores)
 
+    def words_of(self, start: str) -> str:
+        """Say what the weights were before training: random, learned before, or those of models with a mechanism."""
+        return start or self.setting.exchange or "scratch"
+
     def find(self, label: str, start: str = "") -> LabelScore | None:
         """Return the score of one label."""
         return next((score for score in self.scores if (score.label, score.start) == (label, start)), None)
@@ -261,7 +265,7 @@ def _group(
     members = grouped(runs, lambda run: (run.label, run.start))
     trials = {key: make_trials(own, metric) for key, own in sorted(members.items())}
     chosen = {key: next(trial for trial in own if trial.is_selected) for key, own in trials.items()}
-    baseline = _baseline(chosen, results)
+    baseline = setting.replaces if (setting.replaces, "") in chosen else _baseline(chosen, results)
     has_kinds = len({start for _, start in trials if start}) > 1
     names = {
         (label, start): f"{label} (self-pretrained{f', {start}' if has_kinds else ''})" if start else label

@@ -34,7 +34,7 @@ from attn_zoo.report.units import MINUS, Units, capital, human_flops, human_s
 from attn_zoo.report.wording import failure_words
 
 
-def _row(score: LabelScore) -> dict[str, Any]:
+def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:
     difference, standing = score.difference, score.standing
     extra = ""
     if score.has_other_size and score.params_excess is not None:
@@ -43,7 +43,7 @@ def _row(score: LabelScore) -> dict[str, Any]:
         "variant": f"{score.name} (params {extra})" if extra else score.name,
         "name": score.name,
         "label": score.label,
-        "start": score.start or "scratch",
+        "start": group.words_of(score.start),
         "tuned": score.trial,
         "num_trials": score.num_trials,
         **_interval("score", score),
@@ -103,7 +103,7 @@ def _reference(group: AccuracyGroup) -> str:
 
 def accuracy_table(group: AccuracyGroup) -> Table:
     """Return mean score over seeds with interval, beside floors and the exact baseline; best first."""
-    rows = [_row(score) for score in group.ranked]
+    rows = [_row(group, score) for score in group.ranked]
     metric = group.metric
     against = f"vs {group.baseline}" if group.baseline else "vs exact"
     difference, over = f"{against}, {metric.unit}", f"over floor, {metric.unit}"
@@ -155,7 +155,7 @@ def _is_pretrained(group: AccuracyGroup) -> bool:
 
 def cost_table(group: AccuracyGroup) -> Table:
     """Return what each score cost: parameters, FLOPs, time, memory, padding."""
-    rows = [_row(score) for score in group.ranked]
+    rows = [_row(group, score) for score in group.ranked]
     sizes = f"Parameters: what is more than 10 % away from {group.baseline} says so."
     machines = f"Runs come from {group.num_machines} machines: their times do not compare."
     return _about(
@@ -442,7 +442,7 @@ def _score_rows(group: AccuracyGroup, trial: Trial, run: TrainingRun) -> list[Ro
     score = run.score
     common = {name: getattr(group.setting, name, None) for name in _SCORE_FIELDS} | {
         "variant": run.label,
-        "start": run.start or "scratch",
+        "start": group.words_of(run.start),
         "trial": trial.words,
         "is_selected": trial.is_selected,
         "seed": run.seed,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.compare import compare
 from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.exchange_tables import exchange_table
 from attn_zoo.report.tables.score_tables import accuracy_table
+from attn_zoo.report.verify import verify
 from tests.report.figures.legible import assert_legible
 from tests.report.synthetic import CLAIMS, accuracy, exchanged, write_run
 
@@ -92,3 +96,34 @@ def test_figures_of_exchanges_are_legible_and_say_what_they_show(tmp_path):
 def test_one_mechanism_alone_draws_no_figure(tmp_path):
     names = [picture.name for picture in make_pictures(analysis(tmp_path, records()[:3]))]
     assert not any(name.startswith("exchange-") for name in names)
+
+
+def test_differences_refer_to_the_mechanism_of_the_models(tmp_path):
+    """An exact one put into models of another is no baseline of theirs."""
+    found = [exchanged(name, seed, 0.4 + 0.01 * seed, replaces="linformer") for name in SCORES for seed in range(3)]
+    (group,) = analysis(tmp_path, found).accuracy
+    assert group.baseline == "linformer"
+
+
+def test_comparisons_tell_what_was_exchanged_when(tmp_path):
+    one = write_run(tmp_path / "one", [*records(), *records(adapt_steps=100)], variants=CLAIMS)
+    rows = compare(one, one).scores
+    assert {row["start"] for row in rows} == {"in place of full", "in place of full, after 100 updates"}
+    assert len(rows) == 2 * len(SCORES)
+    trained = [accuracy(name, seed, value) for name, own in SCORES.items() for seed, value in enumerate(own)]
+    other = write_run(tmp_path / "other", trained, variants=CLAIMS)
+    assert {row["verdict"] for row in compare(one, other).scores} <= {"only in a", "only in b"}
+
+
+def test_parameters_that_a_mechanism_brings_are_no_fault(tmp_path):
+    more = [
+        replace(one, score=replace(one.score, num_params=90_000)) if one.cell.variant == "linformer" else one
+        for one in records()
+        if one.score is not None
+    ]
+    trained = [replace(one, cell=replace(one.cell, kind="accuracy", replaces="")) for one in more]
+    checks = [
+        {fault.check for fault in verify(write_run(tmp_path / name, found, variants=CLAIMS))}
+        for name, found in (("run", more), ("own", trained))
+    ]
+    assert ["budgets" in each for each in checks] == [False, True]
