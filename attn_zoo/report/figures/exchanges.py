@@ -7,14 +7,14 @@ from statistics import fmean
 from typing import Any
 
 from attn_zoo.records import AS_TRAINED, EQUAL_WEIGHTS
-from attn_zoo.report.analysis.scores import AccuracyGroup, mean_with_interval
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.figures.axes import draw_intervals, draw_mark, score_axis, value_axis
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.tables.error_tables import error_text
-from attn_zoo.report.tables.exchange_tables import EQUAL_NAME, exchanges
+from attn_zoo.report.tables.error_tables import MEAN, error_text
+from attn_zoo.report.tables.exchange_tables import exchanges, head_error
 
 HEIGHT = 4.0
 LEAST = 1e-2
@@ -27,8 +27,8 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     Lines are what the models score as they were trained, and what needs no attention.
     """
     metric = group.metric
-    found = [(score, own) for score in group.ranked if (own := exchanges(score))]
-    every = [each for _, own in found for _, each in own]
+    found = [score for score in group.ranked if exchanges(score)]
+    every = [each for score in found for _, each in exchanges(score)]
     if len(found) < 2:
         return None
     trained, equal = group.references[AS_TRAINED], group.floors[EQUAL_WEIGHTS]
@@ -37,10 +37,10 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     said = "; ".join(f"{name.replace('_', ' ')} {metric.show(value)}" for name, value in lines.items())
     note = f"{group.how}\nmean over seeds with its 95 % t-interval; level lines: {said}"
     points, values, errors = [], [*lines.values(), equal], [control]
-    for score, own in found:
-        error, *ends = mean_with_interval([each.error for _, each in own])
+    for score in found:
+        error, low, high = head_error(score)
         assert score.mean is not None and error is not None  # noqa: PT018  it was exchanged
-        across = None if ends[0] is None or ends[1] is None else (max(ends[0], LEAST), max(ends[1], LEAST))
+        across = None if low is None or high is None else (max(low, LEAST), max(high, LEAST))
         points.append(
             (score, max(error, LEAST), across, f"{score.name}: {metric.show(score.mean)} at {error_text(error)}")
         )
@@ -60,7 +60,7 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     for value in lines.values():
         draw_mark(axes, value)
         taken.append(line_box(axes, *((end, value) for end in axes.get_xlim())))
-    names = [PointName(EQUAL_NAME, MUTED, control, equal, 3.5)]
+    names = [PointName(MEAN, MUTED, control, equal, 3.5)]
     axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=4)
     for score, error, across, tip in points:
         look, tag = looks[score.label], Tag(of=score.name)
@@ -79,5 +79,5 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         names.append(PointName(plain(score.name, 30), look.colour, error, score.mean, 3.5, of=score.name))
     frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + 26, inside.y1 + 8)
     draw_point_names(axes, names, frame, taken)
-    said = "; ".join([*(tip for *_, tip in points), f"{EQUAL_NAME}: {metric.show(equal)} at {error_text(control)}"])
+    said = "; ".join([*(tip for *_, tip in points), f"{MEAN}: {metric.show(equal)} at {error_text(control)}"])
     return page.describe([f"{said}. As trained: {metric.show(trained)}"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from attn_zoo.records import EQUAL_WEIGHTS, Replacement
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
-from attn_zoo.report.tables.error_tables import error_text
+from attn_zoo.report.tables.error_tables import MEAN, error_text
 from attn_zoo.report.tables.table import (
     BRACKETS,
     Remark,
@@ -19,14 +19,17 @@ from attn_zoo.report.tables.table import (
 )
 from attn_zoo.report.units import capital, human_number
 
-EQUAL_NAME = "mean of the values"
-"""What the control of equal weights is called."""
-
 
 def exchanges(score: LabelScore) -> list[tuple[float, Replacement]]:
     """Return the score of each seed, with what is known of the exchange."""
     every = [(run.score, run.record.replacement) for run in score.runs]
     return [(own.value, found) for own, found in every if own is not None and found is not None]
+
+
+def head_error(score: LabelScore) -> tuple[float | None, float | None, float | None]:
+    """Return the mean error of heads over seeds, with the ends of its interval."""
+    mean, low, high = mean_with_interval([found.error for _, found in exchanges(score)])
+    return mean, None if low is None else max(low, 0.0), high
 
 
 def exchange_table(group: AccuracyGroup) -> Table | None:
@@ -41,7 +44,7 @@ def exchange_table(group: AccuracyGroup) -> Table | None:
                 "variant": score.name,
                 **interval_values("score", score.mean, score.low, score.high),
                 **interval_values("difference", *lost),
-                **interval_values("error", *mean_with_interval([each.error for _, each in found])),
+                **interval_values("error", *head_error(score)),
                 "by_layer": ", ".join(error_text(fmean(own)) for own in layers),
                 "num_new_params": max((each.num_new_params for _, each in found), default=None),
                 "failed": score.failed,
@@ -55,7 +58,7 @@ def exchange_table(group: AccuracyGroup) -> Table | None:
     rows.append(
         {
             **empty,
-            "variant": EQUAL_NAME,
+            "variant": MEAN,
             "score": group.floors[EQUAL_WEIGHTS],
             "error": fmean(each.mean_error for each in every),
         }
@@ -79,7 +82,7 @@ def exchange_table(group: AccuracyGroup) -> Table | None:
                 heading="error of heads",
             ),
             f"Own weights of a row spread over {spread} keys, medians by layer and model.",
-            f"{capital(EQUAL_NAME)}: every row of every head gets it, whatever queries and keys are.",
+            f"{capital(MEAN)}: every row of every head gets it, whatever queries and keys are.",
             BRACKETS,
         ),
         columns=(
