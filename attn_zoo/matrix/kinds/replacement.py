@@ -32,7 +32,7 @@ from attn_zoo.attention.masks import blank_padding
 from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.conformance import gate_model
-from attn_zoo.errors import AttnZooError, UnsupportedError, suggestion
+from attn_zoo.errors import AttnZooError, StoreError, UnsupportedError, suggestion
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.kinds.accuracy import Accuracy, AccuracyGroup, TaskGroup, data_dir_of, prepare, train
@@ -257,7 +257,10 @@ def _before(path: Path, data_dir: Path | None, device: str) -> _Before:
     from attn_zoo.tasks.promises import checked_split
     from attn_zoo.training.weights import load_trained
 
-    trained = load_trained(path, data_dir, device=device)
+    try:
+        trained = load_trained(path, data_dir, device=device)
+    except StoreError as error:
+        raise StoreError(f"{error}; remove the file, and the same command trains its model anew") from None
     task, trainer = trained.task, _make_trainer(trained.cell, trained.task)
     test, validation = (trainer.batcher.feed(checked_split(task, name)) for name in ("test", "validation"))
     values = []

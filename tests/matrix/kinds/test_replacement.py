@@ -325,6 +325,20 @@ def test_a_model_that_cannot_be_trained_is_told(tmp_path):
     )
 
 
+def test_a_damaged_model_is_told_and_trained_anew_once_it_is_gone(tmp_path):
+    trained = exchanged(tmp_path, "full").replacement.trained_value
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:100])
+    replacement._before.cache_clear()
+    (cell,) = cells(["full"])
+    record = run_cell(cell, weights_dir=str(tmp_path))
+    assert record.status == "cancelled"
+    assert record.reason.startswith(f"{path}: cannot be read")
+    assert record.reason.endswith("remove the file, and the same command trains its model anew")
+    path.unlink()
+    assert exchanged(tmp_path, "full").replacement.trained_value == trained
+
+
 def test_a_mechanism_that_breaks_fails_its_gate(weights):
     (cell,) = cells(["fake_nan"])
     record = run_cell(cell, weights_dir=str(weights))
