@@ -13,7 +13,6 @@ tokens; memory O(B H L k D). A decoded token O(B H (k C + L / C) D), from keys, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +25,13 @@ from attn_zoo.attention.masks import blank_padding, masked_softmax, zero_padded_
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import Backend, merge_attention
+from attn_zoo.kernels.blocks.choices import attend_to_choices, num_tiles_of, tile_of
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
-_LARGEST_TILE = 64  # tokens that the engine's blocks have at most
 _MOST_SCORES = 1 << 22  # of one head that exist at a time, so that memory stays linear in the length
 
 
@@ -69,7 +68,7 @@ class MobaConfig(VariantConfig):
     @property
     def tile(self) -> int:
         """Tokens of the blocks that the engine computes: they divide the routing's."""
-        return math.gcd(self.block_size, _LARGEST_TILE)
+        return tile_of(self.block_size)
 
     def num_choices(self, key_len: int) -> int:
         """Return how many blocks a query sees at most beside its own."""
@@ -166,62 +165,6 @@ def routing_mask(routing: Tensor, key_len: int, config: MobaConfig, *, is_causal
     blocks.scatter_(-1, chosen + 1, value=True)  # the first place is for none
     keep = blocks[..., 1:].repeat_interleave(config.block_size, -1)[..., :key_len]
     return keep & (position <= standing) if is_causal else keep
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """Where each (query, chosen block) is computed: in tiles of queries that share one block.
-
-    Args:
-        place: int64 `[B, H, L * choices]`, the place of each among the tiles' queries; of none, the last place.
-        token: int64 `[B, H, places]`, the query at each place; 0 where there is none.
-        pattern: what each tile sees.
-    """
-
-    place: Tensor
-    token: Tensor
-    pattern: BlockPattern
-
-
-def num_tiles_of(num_pairs: int, num_blocks: int, tile: int) -> int:
-    """Return how many tiles of queries there can be at most, and one more that takes the places of no choice."""
-    return num_pairs // tile + num_blocks + 1
-
-
-def dispatch(routing: Tensor, key_len: int, config: MobaConfig) -> Dispatch:
-    """Sort queries by chosen block, each block's into tiles of their own, without waiting for the device.
-
-    Tiles are as many as there can be at most; those left over see nothing.
-    """
-    batch_size, num_heads, query_len, num_choices = routing.shape
-    num_pairs, num_blocks, tile = query_len * num_choices, -(-key_len // config.block_size), config.tile
-    num_tiles = num_tiles_of(num_pairs, num_blocks, tile)
-    chosen = routing.flatten(2)
-    block, order = torch.where(chosen < 0, num_blocks, chosen).sort(dim=-1, stable=True)  # [B, H, pairs]
-    bounds = torch.arange(num_blocks + 1, device=routing.device).expand(batch_size, num_heads, -1).contiguous()
-    starts = torch.searchsorted(block.contiguous(), bounds)  # of each block's pairs; the last is that of none
-    tiles = (starts.diff() + tile - 1) // tile
-    ends = tiles.cumsum(-1)
-    first_tile = torch.nn.functional.pad(ends - tiles, (0, 1))
-    rank = torch.arange(num_pairs, device=routing.device) - starts.gather(-1, block)
-    place = first_tile.gather(-1, block) * tile + rank
-    place = place.masked_fill(block == num_blocks, num_tiles * tile - 1)
-    token = torch.zeros(batch_size, num_heads, num_tiles * tile, dtype=torch.long, device=routing.device)
-    token.scatter_(-1, place, order // num_choices)
-    number = torch.arange(num_tiles, device=routing.device).expand(batch_size, num_heads, -1).contiguous()
-    block_of_tile = torch.searchsorted(ends, number, right=True)[..., None]  # [B, H, tiles, 1]
-    per_block = config.block_size // tile
-    seen = block_of_tile * per_block + torch.arange(per_block, device=routing.device)
-    pattern = make_pattern(
-        seen,
-        (block_of_tile < num_blocks) & (seen < -(-key_len // tile)),
-        query_len=num_tiles * tile,
-        key_len=key_len,
-        block_size=tile,
-        is_dynamic=True,
-        is_sorted=True,
-    )
-    return Dispatch(torch.zeros_like(place).scatter_(-1, order, place), token, pattern)
 
 
 def moba_pairs(shape: Shape) -> float:
@@ -399,17 +342,8 @@ class MobaAttention(AbstractAttention):
             query_len=query.shape[2], block_size=config.block_size, tile=config.tile, is_causal=build.is_causal
         )
         output, lse = block_sparse_attention_with_lse(query, key, value, own, **options)
-        if routing.shape[-1] == 0:
-            return output
-        plan = dispatch(routing, key.shape[2], config)
-        routed = query.gather(2, plan.token[..., None].expand(-1, -1, -1, query.shape[-1]))
-        outputs, lses = block_sparse_attention_with_lse(routed, key, value, plan.pattern, **options)
-        outputs = outputs.gather(2, plan.place[..., None].expand(-1, -1, -1, query.shape[-1]))
-        lses = lses.gather(2, plan.place)
-        choices = routing.shape[-1]
-        return merge_attention(
-            [output, *outputs.unflatten(2, (-1, choices)).unbind(3)], [lse, *lses.unflatten(2, (-1, choices)).unbind(3)]
-        )
+        outputs, lses = attend_to_choices(query, key, value, routing, config.block_size, **options)
+        return merge_attention([output, *outputs], [lse, *lses])
 
     def reference(
         self,

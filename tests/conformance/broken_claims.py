@@ -192,6 +192,10 @@ class CountsNoProjections(ProjectedSoftmax):
     pass
 
 
+class CountsHalfOfWhatIsSeen(ProjectedSoftmax):
+    pass
+
+
 class MixerStateGrows(ProjectedSoftmax):
     pass
 
@@ -316,6 +320,12 @@ CLAIMS = (
         also=frozenset({"backward_ratio"}),
         capabilities=MIXER,
         complexity={**MIXER_COST, "projection_flops": None},
+    ),
+    Broken(
+        cls=CountsHalfOfWhatIsSeen,
+        check="flops_count",
+        capabilities=MIXER,
+        complexity={**MIXER_COST, "flops": lambda shape: mixer_softmax_flops(shape) // (4 if shape.is_causal else 1)},
     ),
     Broken(cls=BackwardCostsSeven, check="backward_ratio", complexity={"flops": softmax_flops, "backward_ratio": 7.0}),
     Broken(

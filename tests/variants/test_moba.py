@@ -14,7 +14,7 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.kernels.trace import recording
 from attn_zoo.registry import variants
-from attn_zoo.variants.moba import MobaConfig, OwnBlockLayout, dispatch, moba_flops, routing_mask
+from attn_zoo.variants.moba import MobaConfig, OwnBlockLayout, moba_flops, routing_mask
 from tests.exactness import assert_exact
 
 BATCH, HEADS, DIM = 2, 4, 16
@@ -130,26 +130,6 @@ def test_a_routing_that_is_given_decides():
     assert int(keep[0, 0, 63].sum()) == 16 + 16
     output = module.reference(*inputs, routing=other)  # type: ignore[call-arg]
     assert not torch.allclose(output[:, :, 48:], module.reference(*inputs)[:, :, 48:])
-
-
-@pytest.mark.parametrize("length", [40, 96, 101])
-def test_every_choice_has_its_place_in_a_tile_of_its_block(length: int):
-    module = make(block_size=32)
-    query, key, _ = draw(length)
-    routing = module.route(query, key)
-    plan = dispatch(routing, length, module.config)
-    tile = module.config.tile
-    place, token = plan.place.unflatten(2, routing.shape[2:]), plan.token
-    for at in [(0, 0), (1, 3)]:
-        is_chosen = routing[at] >= 0
-        used = place[at][is_chosen].tolist()
-        assert len(set(used)) == len(used)
-        assert token[at][place[at][is_chosen]].tolist() == is_chosen.nonzero()[:, 0].tolist()
-        for block, where in zip(routing[at][is_chosen].tolist(), used, strict=True):
-            row = where // tile
-            seen = plan.pattern.indices[at][row][: plan.pattern.counts[at][row]].tolist()
-            assert seen == [block * (32 // tile) + each for each in range(32 // tile)]
-        assert (plan.pattern.counts[at][place[at][~is_chosen] // tile] == 0).all()
 
 
 def test_enough_blocks_are_full_attention():

@@ -11,14 +11,26 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.effective import AttentionCall, effective_weights
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.inputs import Inputs
-from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, weighted_sum
+from attn_zoo.conformance.subject import (
+    Module,
+    Subject,
+    call,
+    call_reference,
+    count_forward,
+    gradients,
+    routing_of,
+    weighted_sum,
+)
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Shape
 
@@ -91,10 +103,47 @@ def _counted_calls(
             yield subject.make(build, seq_len=length, dtype=dtype), inputs, shape
 
 
-def _visible_products(module: Module, inputs: Inputs) -> float:
-    """Return the FLOPs of both products over the pairs of query and key that a call really uses; or infinity."""
+class _HiddenProducts(TorchDispatchMode):
+    """Counts the products before and after each softmax inside, over the scores that a mask hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+        self._made: dict[Sequence[int], int] = {}  # products whose result may be scores, by its size
+        self._shares: dict[Sequence[int], float] = {}  # hidden of scores whose weights are still to be multiplied
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in {torch.ops.aten.bmm, torch.ops.aten.mm}:
+            flops = 2 * args[0].numel() * args[1].shape[-1]
+            self.flops += flops * self._shares.pop(_size(args[0]), 0.0)
+            self._made[_size(result)] = flops
+        elif func.overloadpacket is torch.ops.aten._softmax and args[0].numel():
+            size = _size(args[0])
+            self._shares[size] = float((args[0] <= torch.finfo(args[0].dtype).min).double().mean())
+            self.flops += self._made.pop(size, 0) * self._shares[size]
+        return result
+
+
+def _size(scores: Tensor) -> tuple[int, ...]:
+    return scores.numel(), *scores.shape[-2:]
+
+
+def _visible_products(module: Module, inputs: Inputs, projections: int) -> float:
+    """Return the FLOPs of both products over the pairs of query and key that a call really uses; or infinity.
+
+    Of a mixer they are all products of its readable reference, without projections and what its masks hide.
+    """
     if not isinstance(module, AbstractAttention):
-        return math.inf
+        from attn_zoo.measure.flop_count import count_operations  # loads Triton
+
+        routing, hidden = routing_of(module, inputs), _HiddenProducts()
+        with torch.no_grad(), hidden:
+            total = count_operations(lambda: call_reference(module, inputs, routing))
+        return total.products - projections - hidden.flops if total is not None and hidden.flops else math.inf
     # Small queries give every key that is seen a weight above zero.
     query, key, value = inputs.entry(0).map(lambda tensor: 0.1 * tensor).tensors
     try:
@@ -132,7 +181,7 @@ def _flops_count(subject: Subject) -> Finding:
                 least *= (1 - MOST_LOST) * share if share < 1 - AGREEMENT else 1.0
             share = claim / most
             if claim < (1 - AGREEMENT) * least:
-                least = min(most, _visible_products(module, inputs))
+                least = min(most, _visible_products(module, inputs, projections))
                 words += f", {least:.0f} of them over pairs that see each other" if least < most else ""
         if not (1 - AGREEMENT) * least - slack <= claim <= (1 + AGREEMENT) * most + slack:
             raise Violation("the FLOPs formula and the count of what runs disagree", words)

@@ -97,3 +97,18 @@ def test_bytes_count_the_weights_that_are_read(num_numbers, outcome):
     with registered(Broken(cls=KeepsFeatures, check="", capabilities=capabilities, complexity=complexity)) as name:
         (result,) = run_checks(name, checks=["least_bytes"])
     assert result.outcome == outcome, result
+
+
+class CausalMixer(ProjectedSoftmax):
+    pass
+
+
+@pytest.mark.parametrize(("num_of_100", "outcome"), [(102, "failed"), (100, "passed"), (51, "passed"), (48, "failed")])
+def test_a_mixer_counts_what_its_mask_leaves_or_what_runs_or_between(num_of_100, outcome):
+    def flops(shape: Shape) -> int:
+        return MIXER_COST["flops"](shape) * (num_of_100 if shape.is_causal else 100) // 100
+
+    broken = Broken(cls=CausalMixer, check="", capabilities=MIXER, complexity={**MIXER_COST, "flops": flops})
+    with registered(broken) as name:
+        (result,) = run_checks(name, checks=["flops_count"])
+    assert result.outcome == outcome, result
