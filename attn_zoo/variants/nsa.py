@@ -39,7 +39,10 @@ from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_mixer
 
-_MOST_SCORES = 1 << 22  # of one head that exist at a time, so that memory stays linear in the length
+# Scores of all heads that exist at a time: few stay in the cache of a CPU, and many are few launches on a GPU.
+_CPU_SCORES = 1 << 18
+_GPU_SCORES = 1 << 24
+_MIN_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +130,18 @@ class NsaConfig(VariantConfig):
         return small, {**odd, "num_initial_blocks": 0, "num_local_blocks": 1}
 
 
-def parts_of(first: int, query_len: int, config: NsaConfig) -> Iterator[tuple[slice, int]]:
+def parts_of(
+    first: int, query_len: int, config: NsaConfig, most_scores: int = _CPU_SCORES
+) -> Iterator[tuple[slice, int]]:
     """Yield the queries whose choices are made together, and how many compressed rows the last of them sees.
 
     Args:
         first: position of the first query.
         query_len: L.
         config: sizes.
+        most_scores: of one head, as far as that is more than a few rows.
     """
-    step = max(1, _MOST_SCORES // max(1, config.num_compressed(first + query_len)))
+    step = max(_MIN_ROWS, most_scores // max(1, config.num_compressed(first + query_len)))
     for start in range(0, query_len, step):
         stop = min(start + step, query_len)
         yield slice(start, stop), config.num_compressed(first + stop)
@@ -169,8 +175,9 @@ def choose_blocks(
         is_filled = is_filled.unflatten(1, (num_blocks, -1)).any(-1)
     hidden = compressed_padding(padding, config)
     position = torch.arange(first, key_len, device=query.device)
+    most_scores = (_CPU_SCORES if query.device.type == "cpu" else _GPU_SCORES) // max(1, batch_size * query.shape[1])
     routing = []
-    for rows, num_seen in parts_of(first, query_len, config):
+    for rows, num_seen in parts_of(first, query_len, config, most_scores):
         keep = visible_rows(position[rows], num_seen, config)
         if hidden is not None:
             keep = keep & ~hidden[:, None, None, None, :num_seen]  # [B, 1, 1, some of L, S]
@@ -212,8 +219,11 @@ def importance(weights: Tensor, num_blocks: int, config: NsaConfig) -> Tensor:
     per_row, per_block = (size // config.compress_stride for size in (config.compress_len, config.block_size))
     num_parts = num_blocks * per_block
     padded = pad(weights, (per_row - 1, num_parts - weights.shape[-1]))
-    parts = padded.unfold(-1, per_row, 1).sum(-1)  # of the rows over each part
-    return parts.unflatten(-1, (num_blocks, per_block)).sum(-1)
+    parts = padded[..., :num_parts]
+    for shift in range(1, per_row):  # the rows over each part
+        parts = parts + padded[..., shift : shift + num_parts]
+    of_blocks: Tensor = parts.unflatten(-1, (num_blocks, per_block)).sum(-1)
+    return of_blocks
 
 
 def selection_mask(routing: Tensor, key_len: int, config: NsaConfig) -> Tensor:
@@ -277,7 +287,7 @@ class NsaState:
         compressed: those of all whole blocks of l.
         pending_keys: `[B, G, n, D]`, from the start of the next such block on.
         pending_values: likewise.
-        window: keys and values of the window, at most w - 1.
+        window: those of the last w positions.
     """
 
     selected: KVCache
@@ -291,8 +301,8 @@ def _options(shape: Shape) -> NsaConfig:
     return shape.config or NsaConfig()
 
 
-def _pairs(shape: Shape) -> tuple[int, float, int, int]:
-    """Return what one head multiplies: pairs in the compressed, selected and window branch, and those only scored."""
+def _pairs(shape: Shape) -> tuple[float, float, float, int]:
+    """Return the visible pairs of one head in the compressed, selected and window branch, and those scored to choose."""
     config, length = _options(shape), shape.query_len
     num_rows, stride = config.num_compressed(length), config.compress_stride
     # Row i is seen by all positions from its last one on.
@@ -301,9 +311,8 @@ def _pairs(shape: Shape) -> tuple[int, float, int, int]:
     choices = np.minimum(config.num_blocks - config.num_fixed, first // config.block_size + 1 - config.num_fixed)
     chosen = int(choices.clip(0) @ np.minimum(config.block_size, length - first))
     selected = config.always(length).mean_pairs + chosen * config.block_size
-    scored = sum((rows.stop - rows.start) * num_seen for rows, num_seen in parts_of(0, length, config))
-    window = config.window(length).mean_pairs
-    return compressed, selected, int(window), scored if config.num_choices(length) else 0
+    scored = compressed if config.num_choices(length) else 0
+    return compressed, selected, config.window(length).mean_pairs, scored
 
 
 def _compression_products(shape: Shape) -> int:
@@ -322,11 +331,11 @@ def nsa_flops(shape: Shape) -> int:
 def nsa_backward_ratio(shape: Shape) -> float:
     """Count five products for two of attention, none of the scores that choose, and two for one of phi.
 
-    Attention is computed in whole tiles: of the compressed branch all pairs, those of later positions among them.
+    Hidden pairs are computed too: in the compressed branch those of later rows, in the others what fills up a tile.
     """
     config, length = _options(shape), shape.query_len
     num_rows, size = config.num_compressed(length), config.block_size
-    pairs = num_rows * num_rows * config.compress_stride
+    pairs, scored = num_rows * num_rows * config.compress_stride, 0
     for layout in (config.always(length), config.window(length)):
         pattern = layout.pattern()
         num_listed = -(-length // pattern.block_size) - pattern.num_dense_rows
@@ -335,8 +344,8 @@ def nsa_backward_ratio(shape: Shape) -> float:
     if num_choices := config.num_choices(length):
         tile = tile_of(size)
         pairs += num_tiles_of(length * num_choices, -(-length // size), tile) * tile * size
-    attention = 4 * shape.num_heads * shape.head_dim * pairs
-    chosen = 2 * shape.num_heads * shape.head_dim * _pairs(shape)[3]
+        scored = sum((rows.stop - rows.start) * num_seen for rows, num_seen in parts_of(0, length, config))
+    attention, chosen = (shape.num_heads * shape.head_dim * each for each in (4 * pairs, 2 * scored))
     compression = 2 * _compression_products(shape)
     return (2.5 * attention + 2 * compression) / (attention + chosen + compression)
 
@@ -376,7 +385,7 @@ def nsa_state_bytes(shape: Shape, itemsize: int) -> int:
     config, length = _options(shape), shape.key_len
     num_rows = config.num_compressed(length)
     pending = length - num_rows * config.compress_stride
-    return _state_row_bytes(shape, itemsize) * (length + num_rows + pending + min(length, config.window_size - 1))
+    return _state_row_bytes(shape, itemsize) * (length + num_rows + pending + min(length, config.window_size))
 
 
 def nsa_step_bytes(shape: Shape, itemsize: int) -> int:
@@ -433,7 +442,6 @@ def nsa_step_bytes(shape: Shape, itemsize: int) -> int:
             "The paper does not size phi: ours has one hidden layer of width D, SiLU, and is shared by all groups.",
             "The gates are one linear map, a number for each head; the paper says an MLP.",
             "With rotary positions, selection and window compare turned queries and keys, compression those before.",
-            "Compressed rows do not see later keys of their own block of l: before l tokens there are none.",
             "Projections have no biases, so that padding is zero; a block of padding alone is never chosen.",
             "Queries and keys are as wide as values.",
         ),
@@ -514,15 +522,15 @@ class Nsa(AbstractMixer):
         }
         with torch.no_grad():
             routing = choose_blocks(heads.query, keys, config, padding=padding)
-        selected = [expand_kv_heads(x[1], num_heads) for x in (heads.keys, heads.values)]
-        output, lse = block_sparse_attention_with_lse(heads.turned, *selected, config.always(length), **options)
+        key, value = (expand_kv_heads(x[1], num_heads) for x in (heads.keys, heads.values))
+        output, lse = block_sparse_attention_with_lse(heads.turned, key, value, config.always(length), **options)
         chosen = expand_kv_heads(routing, num_heads)
-        outputs, lses = attend_to_choices(heads.turned, *selected, chosen, config.block_size, **options)
-        nearby = [expand_kv_heads(x[2], num_heads) for x in (heads.keys, heads.values)]
+        outputs, lses = attend_to_choices(heads.turned, key, value, chosen, config.block_size, **options)
+        near_key, near_value = (expand_kv_heads(x[2], num_heads) for x in (heads.keys, heads.values))
         branches = (
             self._attend_compressed(heads.query, keys, values, compressed_padding(padding, config), dropout_p),
             merge_attention([output, *outputs], [lse, *lses]),
-            block_sparse_attention(heads.turned, *nearby, config.window(length), **options),
+            block_sparse_attention(heads.turned, near_key, near_value, config.window(length), **options),
         )
         return self._merge(branches, heads.gates)
 
@@ -609,22 +617,22 @@ class Nsa(AbstractMixer):
         config = self.config
         if (length := state.selected.length + heads.query.shape[2]) > self.build.max_seq_len:
             raise ValueError(f"expected at most max_seq_len = {self.build.max_seq_len} tokens; this makes {length}")
-        pending = [
+        keys, values = (
             torch.cat([old, new[0]], dim=2)
             for old, new in ((state.pending_keys, heads.keys), (state.pending_values, heads.values))
-        ]
-        num_new = config.num_compressed(pending[0].shape[2])
+        )
         compressed = state.compressed
-        if num_new:
-            compressed = compressed.append(self.compress_keys(pending[0]), self.compress_values(pending[1]))
-            pending = [x[:, :, num_new * config.compress_stride :].clone() for x in pending]  # a view keeps all alive
-        kept = min(length, config.window_size - 1)
-        nearby = [
-            torch.cat([old, new[2]], dim=2)
+        if num_new := config.num_compressed(keys.shape[2]):
+            compressed = compressed.append(self.compress_keys(keys), self.compress_values(values))
+            done = num_new * config.compress_stride
+            keys, values = (x[:, :, done:].clone() for x in (keys, values))  # a view would keep the others alive
+        near_keys, near_values = (
+            torch.cat([old, new[2]], dim=2)[:, :, -config.window_size :].clone()
             for old, new in ((state.window.keys, heads.keys), (state.window.values, heads.values))
-        ]
-        window = KVCache(*[x[:, :, x.shape[2] - kept :].clone() for x in nearby], kept)
-        return NsaState(state.selected.append(heads.keys[1], heads.values[1]), compressed, *pending, window)
+        )
+        window = KVCache(near_keys, near_values, near_keys.shape[2])
+        selected = state.selected.append(heads.keys[1], heads.values[1])
+        return NsaState(selected, compressed, keys, values, window)
 
     def step(self, hidden: Tensor, state: NsaState) -> tuple[Tensor, NsaState]:
         """Mix one new position `[B, 1, E]`: O(B H (L / d + n l' + w) D)."""
@@ -632,31 +640,22 @@ class Nsa(AbstractMixer):
             raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         config, position = self.config, state.selected.length
         heads = self._heads(hidden, position)
-        nearby = [
-            torch.cat([old, new[2]], dim=2)
-            for old, new in ((state.window.keys, heads.keys), (state.window.values, heads.values))
-        ]
         state = self._continued(heads, state)
         chosen = choose_blocks(heads.query, state.compressed.keys, config, first=position)[:, :, 0]  # [B, G, choices]
         start = max(0, position // config.block_size + 1 - config.num_local_blocks) * config.block_size
-        initial = slice(min(config.num_initial_blocks * config.block_size, start))
+        initial = min(config.num_initial_blocks * config.block_size, start)
         batch, group = (torch.arange(n, device=hidden.device) for n in chosen.shape[:2])
         place = batch[:, None, None], group[:, None], chosen
-        selected = [
+        keys, values = (
             torch.cat(
-                [
-                    x[:, :, initial],
-                    x[:, :, start:],
-                    x[:, :, :start].unflatten(2, (-1, config.block_size))[place].flatten(2, 3),
-                ],
-                dim=2,
+                [x[:, :, :initial], x[:, :, start:], _blocks(x[:, :, :start], config)[place].flatten(2, 3)], dim=2
             )
             for x in (state.selected.keys, state.selected.values)
-        ]
+        )
         branches = (
             _attend_to_all(heads.query, state.compressed.keys, state.compressed.values),
-            _attend_to_all(heads.turned, *selected),
-            _attend_to_all(heads.turned, *nearby),
+            _attend_to_all(heads.turned, keys, values),
+            _attend_to_all(heads.turned, state.window.keys, state.window.values),
         )
         return self._merge(branches, heads.gates), state
 
@@ -671,7 +670,13 @@ class Nsa(AbstractMixer):
         return self._attend(heads, state.compressed.keys, state.compressed.values), state
 
 
+def _blocks(rows: Tensor, config: NsaConfig) -> Tensor:
+    """Return whole blocks `[B, G, blocks, l', D]` of `[B, G, S, D]`, as a view."""
+    return rows.unflatten(2, (rows.shape[2] // config.block_size, config.block_size))
+
+
 def _attend_to_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention of one query `[B, H, 1, D]` to keys `[B, G, S, D]`; zeros where there are none."""
     grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3) * query.shape[-1] ** -0.5  # [B, G, H / G, D]
-    return ((grouped @ key.mT).softmax(-1) @ value).flatten(1, 2)[:, :, None]
+    attended: Tensor = (grouped @ key.mT).softmax(-1) @ value
+    return attended.flatten(1, 2)[:, :, None]

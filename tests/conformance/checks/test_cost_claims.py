@@ -13,7 +13,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import run_checks
 from attn_zoo.metadata import Shape
 from tests.conformance.broken import Broken, Softmax, registered
-from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax
+from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax, mixer_softmax_flops
 
 
 def growth(formula: Callable[[int], float], exponent: float, **capabilities: Any) -> tuple[str, str]:
@@ -106,7 +106,7 @@ class CausalMixer(ProjectedSoftmax):
 @pytest.mark.parametrize(("num_of_100", "outcome"), [(102, "failed"), (100, "passed"), (51, "passed"), (48, "failed")])
 def test_a_mixer_counts_what_its_mask_leaves_or_what_runs_or_between(num_of_100, outcome):
     def flops(shape: Shape) -> int:
-        return MIXER_COST["flops"](shape) * (num_of_100 if shape.is_causal else 100) // 100
+        return mixer_softmax_flops(shape) * (num_of_100 if shape.is_causal else 100) // 100
 
     broken = Broken(cls=CausalMixer, check="", capabilities=MIXER, complexity={**MIXER_COST, "flops": flops})
     with registered(broken) as name:
