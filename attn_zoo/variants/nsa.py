@@ -130,9 +130,7 @@ class NsaConfig(VariantConfig):
         return small, {**odd, "num_initial_blocks": 0, "num_local_blocks": 1}
 
 
-def parts_of(
-    first: int, query_len: int, config: NsaConfig, most_scores: int = _CPU_SCORES
-) -> Iterator[tuple[slice, int]]:
+def parts_of(first: int, query_len: int, config: NsaConfig, most_scores: int) -> Iterator[tuple[slice, int]]:
     """Yield the queries whose choices are made together, and how many compressed rows the last of them sees.
 
     Args:
@@ -302,7 +300,7 @@ def _options(shape: Shape) -> NsaConfig:
 
 
 def _pairs(shape: Shape) -> tuple[float, float, float, int]:
-    """Return the visible pairs of one head in the compressed, selected and window branch, and those scored to choose."""
+    """Return one head's visible pairs in the compressed, selected and window branch, and those scored to choose."""
     config, length = _options(shape), shape.query_len
     num_rows, stride = config.num_compressed(length), config.compress_stride
     # Row i is seen by all positions from its last one on.
@@ -344,7 +342,8 @@ def nsa_backward_ratio(shape: Shape) -> float:
     if num_choices := config.num_choices(length):
         tile = tile_of(size)
         pairs += num_tiles_of(length * num_choices, -(-length // size), tile) * tile * size
-        scored = sum((rows.stop - rows.start) * num_seen for rows, num_seen in parts_of(0, length, config))
+        parts = parts_of(0, length, config, _CPU_SCORES // (shape.batch_size * shape.num_heads))
+        scored = sum((rows.stop - rows.start) * num_seen for rows, num_seen in parts)
     attention, chosen = (shape.num_heads * shape.head_dim * each for each in (4 * pairs, 2 * scored))
     compression = 2 * _compression_products(shape)
     return (2.5 * attention + 2 * compression) / (attention + chosen + compression)
@@ -672,7 +671,8 @@ class Nsa(AbstractMixer):
 
 def _blocks(rows: Tensor, config: NsaConfig) -> Tensor:
     """Return whole blocks `[B, G, blocks, l', D]` of `[B, G, S, D]`, as a view."""
-    return rows.unflatten(2, (rows.shape[2] // config.block_size, config.block_size))
+    blocks: Tensor = rows.unflatten(2, (rows.shape[2] // config.block_size, config.block_size))
+    return blocks
 
 
 def _attend_to_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
