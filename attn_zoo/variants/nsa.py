@@ -247,7 +247,7 @@ class Compression(nn.Module):
         self.size, self.stride = config.compress_len, config.compress_stride
         self.places = nn.Parameter(torch.randn(config.compress_len, head_dim) * head_dim**-0.5)
         self.hidden_proj = nn.Linear(config.compress_len * head_dim, head_dim)
-        self.out_proj = nn.Linear(head_dim, head_dim)
+        self.out_proj = nn.Linear(head_dim, head_dim, bias=False)  # what is added to all keys moves no weight
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return `[B, G, S, D]` from keys or values `[B, G, L, D]`."""
@@ -370,7 +370,7 @@ def nsa_bytes(shape: Shape, itemsize: int) -> int:
     config, dim = _options(shape), shape.head_dim
     if not config.num_compressed(shape.query_len):
         return shape.io_bytes(itemsize)
-    of_phi = config.compress_len * dim * (dim + 1) + dim * (dim + 2)
+    of_phi = config.compress_len * dim * (dim + 1) + dim * (dim + 1)
     return shape.io_bytes(itemsize) + 2 * of_phi * itemsize
 
 

@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that leave some keys unseen at this le
     "bigbird": {"block_size": 4, "num_global_blocks": 1, "num_random_blocks": 1},
     "local_window": {"window_size": 5},
     "moba": {"block_size": 8, "top_k": 2},
+    "nsa": {"compress_len": 8, "compress_stride": 4, "block_size": 8, "num_blocks": 4, "window_size": 8},
 }
 CASES = [(name, dropout_p) for name in attn_zoo.list_variants() for dropout_p in (0.0, 0.3)]
 

@@ -18,6 +18,7 @@ from attn_zoo.model.stacks import PositionBatchNorm
 from attn_zoo.registry import variants
 
 CONFIG = ModelConfig(variant="full", vocab_size=20, max_seq_len=24, embed_dim=32, ffn_dim=48)
+SHORT = {"nsa": {"compress_len": 8, "compress_stride": 8}}  # by default it compresses 32 tokens into one
 
 
 def some_tokens(batch_size: int = 3, seq_len: int = 16, seed: int = 0) -> Tensor:
@@ -58,7 +59,7 @@ def test_only_a_model_without_positions_is_blind_to_order(position):
 def test_every_parameter_learns(name):
     capabilities = variants[name].capabilities
     seq_len = 16 if capabilities.variable_seq_len else CONFIG.max_seq_len
-    model = make_model(name, pooling="cls")
+    model = make_model(name, pooling="cls", variant_options=SHORT.get(name, {}))
     model(some_tokens(seq_len=seq_len)).square().sum().backward()
     without = [
         key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.isfinite().all()

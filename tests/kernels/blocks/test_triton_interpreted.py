@@ -6,6 +6,7 @@ this file in a process with TRITON_INTERPRET=1; by itself it skips.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo import BuildContext, build_attention
+from attn_zoo import BuildContext, build_attention, build_mixer
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
@@ -344,5 +345,25 @@ def test_queries_sorted_by_the_block_they_chose(is_causal: bool):
         return output
 
     expected = value_and_gradients(reference, [x.double() for x in (query, key, value)])
+    for one, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_blocks_that_are_always_seen_blocks_that_are_chosen_and_a_window():
+    """NSA: three calls of the kernels, two of them merged by their log-sum-exp."""
+    build = BuildContext(embed_dim=32, num_heads=2, num_kv_heads=1, max_seq_len=128, is_causal=True)
+    sizes = {"compress_len": 8, "compress_stride": 4, "block_size": 16, "num_blocks": 4, "window_size": 20}
+    module = build_mixer("nsa", build, backend="triton", **sizes)
+    hidden = torch.randn(1, 107, 32)
+    with recording() as paths:
+        actual = value_and_gradients(lambda x: module(x[0]), [hidden])
+    assert set(paths) == {"block_sparse.triton", "sdpa.flash"}
+    exact, routing = copy.deepcopy(module).double(), module.route(hidden)
+
+    def reference(x: list[Tensor]) -> Tensor:
+        output: Tensor = exact.reference(x[0], routing=routing)  # type: ignore[call-arg]
+        return output
+
+    expected = value_and_gradients(reference, [hidden.double()])
     for one, wanted in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.double(), wanted, rtol=0, atol=1e-5)
