@@ -59,7 +59,7 @@ def test_only_a_model_without_positions_is_blind_to_order(position):
 def test_every_parameter_learns(name):
     capabilities = variants[name].capabilities
     seq_len = 16 if capabilities.variable_seq_len else CONFIG.max_seq_len
-    model = make_model(name, pooling="cls", variant_options=SHORT.get(name, {}))
+    model = make_model(name, pooling="cls", options=SHORT.get(name, {}))
     model(some_tokens(seq_len=seq_len)).square().sum().backward()
     without = [
         key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.isfinite().all()
