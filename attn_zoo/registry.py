@@ -149,6 +149,10 @@ class Variant:
         """
         return self._expect(Complexity, "claim", config.claim(self.complexity))
 
+    def has_budget(self, config: VariantConfig, seq_len: int) -> bool:
+        """Tell whether it is exact softmax attention under these options, or becomes it as some of them grow."""
+        return self.capabilities_of(config).is_exact or bool(config.budgets(seq_len))
+
     def _expect(self, kind: type[_Config], method: str, given: _Config) -> _Config:
         if not isinstance(given, kind):  # a return that was forgotten
             raise ConfigError(self.name, [(method, f"expected to return {kind.__name__}; got {given!r}")])

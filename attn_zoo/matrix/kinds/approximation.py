@@ -122,10 +122,7 @@ class Approximate(CallKind):
         """Return the cost of the call and of the oracle's rows."""
         cell = item.cell
         shape = call_shape(cell)
-        try:
-            flops = forward_flops(cell, shape)
-        except Exception:  # somebody else's formula must not stop a plan; the worker will report it
-            return Estimate()
+        flops = forward_flops(cell, shape)
         heads, num_rows = shape.batch_size * shape.num_heads, min(NUM_ROWS, shape.query_len)
         oracle = 8.0 * heads * num_rows * shape.key_len * shape.head_dim  # at half the rate of float32
         tensors = heads * shape.key_len * shape.head_dim * (4 * DTYPE_BYTES[cell.dtype] + 3 * 8)
@@ -188,15 +185,9 @@ def _compare(record: Record, phases: dict[str, float]) -> Record:
         kernels=tuple(kernels),
         is_simulated=capabilities_of(cell.variant, cell.options).is_simulated,
         num_params=sum(item.numel() for item in module.parameters()),
-        approximation=replace(found, has_budget=_has_budget(cell)),
+        approximation=replace(found, has_budget=variants[cell.variant].has_budget(config_of(cell), build.max_seq_len)),
         **asdict(claims(cell)),
     )
-
-
-def _has_budget(cell: Cell) -> bool:
-    assert cell.seq_len is not None  # every cell of this kind has one
-    variant = variants[cell.variant]
-    return variant.capabilities_of(config_of(cell)).is_exact or bool(variant.config.budgets(cell.seq_len))
 
 
 def compare_rows(

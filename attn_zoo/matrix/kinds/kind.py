@@ -182,9 +182,9 @@ class AbstractKind(ABC):
             data_dir: where tasks find local data.
         """
 
-    def estimate(self, item: PlannedCell) -> Estimate:  # noqa: ARG002
+    def estimate(self, item: PlannedCell) -> Estimate | None:  # noqa: ARG002
         """Return the rough cost of one repeat of a cell that is not refused; here nothing is known."""
-        return Estimate()
+        return None
 
     def build_on_meta(self, cell: Cell) -> None:  # noqa: B027 - a kind may have nothing to try
         """Build what a cell would run, where torch's default device has no memory.

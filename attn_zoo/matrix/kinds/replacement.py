@@ -144,26 +144,14 @@ class Replace(Accuracy):
                 layers=compare_layers(before.model, trainer.model, trainer.objective, batch),
                 num_new_params=num_new_params,
             )
-            with recording() as kernels:
-                score = _score(before, trainer) if cell.adapt_steps == 0 else None
-        record = replace(
-            record,
-            gate=held,
-            kernels=tuple(kernels),
-            num_params=sum(part.numel() for part in trainer.model.parameters() if part.requires_grad),
-            is_simulated=capabilities_of(cell.variant, cell.options).is_simulated,
-            replacement=found,
-        )
-        if score is None:
+        record = replace(record, gate=held, replacement=found)
+        if cell.adapt_steps == 0:
+            with in_phase(phases, "comparing"):
+                record = _scored(record, before, trainer)
+        else:
             with in_phase(phases, "training"):
-                adapting = replace(record, cell=_adapting(cell))
-                record = train(
-                    adapting,
-                    replace(order, weights_dir=None),
-                    lambda model: give_weights(before.model, model, is_same=_is_same(cell)),
-                )
-            score = record.score
-        return replace(record, cell=cell, score=score and replace(score, **before.marks))
+                record = _adapted(record, before, order)
+        return replace(record, score=record.score and replace(record.score, **before.marks))
 
 
 _TRAINING = Accuracy()
@@ -378,14 +366,16 @@ def give_weights(trained: nn.Module, model: nn.Module, *, is_same: bool) -> int:
     return sum(part.numel() for name, part in model.named_parameters() if name not in shared)
 
 
-def _score(before: _Before, trainer: Trainer) -> Score:
-    """Return the score of a model as it is."""
+def _scored(record: Record, before: _Before, trainer: Trainer) -> Record:
+    """Return the record with what the model scores as it is."""
     from attn_zoo.training.evaluation import breakdown
 
-    spec = before.task.spec
-    test, validation = trainer.evaluate(before.test, is_test=True), trainer.evaluate(before.validation)
+    spec, cell = before.task.spec, record.cell
+    with recording() as kernels:
+        test, validation = trainer.evaluate(before.test, is_test=True), trainer.evaluate(before.validation)
     has_correct = spec.metric == "accuracy" and len(test.correct) <= MAX_ITEMS
-    return Score(
+    num_params = sum(part.numel() for part in trainer.model.parameters() if part.requires_grad)
+    score = Score(
         metric=spec.metric,
         value=test.value,
         validation=validation.value,
@@ -393,12 +383,25 @@ def _score(before: _Before, trainer: Trainer) -> Score:
         chance=spec.chance,
         best_step=0,
         num_steps=0,
-        num_params=sum(part.numel() for part in trainer.model.parameters() if part.requires_grad),
+        num_params=num_params,
         train_s=0.0,
         correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
         breakdown=breakdown(test, before.test.groups, spec.group_axes, spec.metric, before.group_floors),
         settings=json.loads(json.dumps(asdict(trainer.protocol))),
     )
+    is_simulated = capabilities_of(cell.variant, cell.options).is_simulated
+    return replace(record, kernels=tuple(kernels), num_params=num_params, is_simulated=is_simulated, score=score)
+
+
+def _adapted(record: Record, before: _Before, order: WorkOrder) -> Record:
+    """Return the record with what the model scores after the updates that the cell allows."""
+    cell = record.cell
+
+    def begin(model: nn.Module) -> None:
+        give_weights(before.model, model, is_same=_is_same(cell))
+
+    adapted = train(replace(record, cell=_adapting(cell)), replace(order, weights_dir=None), begin)
+    return replace(adapted, cell=cell)
 
 
 @torch.no_grad()
@@ -426,6 +429,8 @@ def compare_layers(
 
 def _compare(calls: Sequence[AttentionCall], attention: AbstractAttention) -> Approximation:
     """Compare what an attention gives with what the one gives that was called; a layer reads both inputs of a pair."""
+    variant = attention.variant
+    assert variant is not None
     sums = dict.fromkeys(("own", "error", "mean_error", "rounding_error"), 0.0)
     spread: list[Tensor] = []
     num_rows = 0
@@ -453,15 +458,8 @@ def _compare(calls: Sequence[AttentionCall], attention: AbstractAttention) -> Ap
         **{name: math.sqrt(each / whole) for name, each in sums.items()},
         num_effective_keys=float(torch.cat(spread).median()),
         num_rows=num_rows,
-        has_budget=_has_budget(attention),
+        has_budget=variant.has_budget(attention.config, attention.build.max_seq_len),
     )
-
-
-def _has_budget(attention: AbstractAttention) -> bool:
-    variant = attention.variant
-    assert variant is not None
-    config = attention.config
-    return variant.capabilities_of(config).is_exact or bool(variant.config.budgets(attention.build.max_seq_len))
 
 
 def _rows(tensor: Tensor, is_row: Tensor | None) -> Tensor:

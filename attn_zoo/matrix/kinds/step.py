@@ -122,8 +122,6 @@ class Step(TimedKind):
 
         cell = item.cell
         one = call_estimate(item)
-        if one.num_bytes is None:
-            return Estimate()
         assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
         protocol = step_protocol(cell)
         tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim

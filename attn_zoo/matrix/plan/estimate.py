@@ -23,10 +23,10 @@ CALLS, REPEATED_CALLS = 8, 3
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of a repeat, on average, in a process that has begun, and bytes at the peak; None if nothing is known."""
+    """Seconds of a repeat, on average, in a process that has begun, and bytes at the peak."""
 
-    seconds: float | None = None
-    num_bytes: int | None = None
+    seconds: float
+    num_bytes: int
 
 
 def call_estimate(item: PlannedCell) -> Estimate:
@@ -38,11 +38,8 @@ def call_estimate(item: PlannedCell) -> Estimate:
     cell = item.cell
     shape, pass_ = call_shape(cell), PASSES[cell.pass_ or "fwd"]
     claim = variants[cell.variant].complexity_of(config_of(cell))
-    try:
-        forward = forward_flops(cell, shape)
-        flops = forward * pass_.num_forwards(claim.ratio(shape))
-    except Exception:  # somebody else's formula must not stop a plan; the worker will report it
-        return Estimate()
+    forward = forward_flops(cell, shape)
+    flops = forward * pass_.num_forwards(claim.ratio(shape))
     has_grads = pass_.backwards > 0
     rows = float(shape.batch_size * shape.num_heads)
     tensors = 4 * rows * shape.query_len * shape.head_dim * (2 if has_grads else 1)

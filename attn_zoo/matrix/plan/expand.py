@@ -140,9 +140,13 @@ def estimated(items: Iterable[PlannedCell]) -> list[PlannedCell]:
 
 
 def _estimated(item: PlannedCell, start_s: float) -> PlannedCell:
-    rough = kind_of(item.cell).estimate(item)
-    seconds = None if rough.seconds is None else (start_s + rough.seconds) * item.repeats
-    return replace(item, estimate_s=seconds, estimate_bytes=rough.num_bytes)
+    try:
+        rough = kind_of(item.cell).estimate(item)
+    except Exception:  # somebody else's formula must not stop a plan; the worker will report it
+        rough = None
+    if rough is None:
+        return item
+    return replace(item, estimate_s=(start_s + rough.seconds) * item.repeats, estimate_bytes=rough.num_bytes)
 
 
 def require_devices(cells: Iterable[PlannedCell]) -> None:

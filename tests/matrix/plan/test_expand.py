@@ -14,7 +14,7 @@ from attn_zoo.matrix.plan.estimate import CALLS, REPEATED_CALLS, START_S, assume
 from attn_zoo.matrix.plan.expand import estimated, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.plan.source_digest import source_digest
-from attn_zoo.registry import variants
+from attn_zoo.registry import Variant, variants
 from tests.matrix.conftest import make_matrix, tiny_plan
 
 
@@ -265,3 +265,15 @@ def test_a_formula_is_asked_once_for_each_shape():
     assert len(plan.cells) == 8
     assert len({(item.cell.seq_len, item.cell.pass_, item.estimate_bytes) for item in plan.cells}) == 4
     assert claimed_costs._remembered.cache_info().misses == 2
+
+
+@pytest.mark.parametrize("kind", ["scaling", "decode", "step", "approximation"])
+def test_a_formula_that_fails_stops_no_plan_whatever_the_kind(monkeypatch, kind):
+    def flops(*_: object) -> None:
+        raise ZeroDivisionError
+
+    claimed_costs._remembered.cache_clear()
+    monkeypatch.setattr(Variant, "flops", flops)
+    group = {"variants": ["full"], "seq_len": 64, "device": "cpu"}
+    items = make_plan(parse_matrix({"name": "x", kind: [group]}, "x")).cells
+    assert {(item.refusal, item.estimate_s, item.estimate_bytes) for item in items} == {(None, None, None)}
