@@ -259,7 +259,7 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
     """
     path = folder / "run.json"
     if not path.is_file():
-        raise FolderError(f"{folder}: {_not_a_results_folder(folder)}")
+        raise FolderError(f"{folder}: {not_a_results_folder(folder)}")
     try:
         data = _read_object(path)
     except StoreError as error:
@@ -338,7 +338,8 @@ def _unpack(group: Mapping[str, Any]) -> Iterator[Cell]:
         yield last
 
 
-def _not_a_results_folder(folder: Path) -> str:
+def not_a_results_folder(folder: Path) -> str:
+    """Return why a path is none, and where one is."""
     if not folder.exists():
         return "not a results folder: no such directory"
     if not folder.is_dir():

@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
     | {"conformance", "folder", "packed_run", "typed_code", ""},
     "report": WORDS | {"records", "folder", "packed_run", "statistics", ""},
-    "maps": WORDS | {"records", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
+    "maps": WORDS
+    | {"records", "folder", "registry", "attention", "model", "tasks", "training", "report"},  # looks of figures
 }
 # The shell on top: imports what it likes.
 TOP = {

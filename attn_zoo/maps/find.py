@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.folder import not_a_results_folder
 from attn_zoo.records import Cell
 from attn_zoo.report.units import some
 
@@ -19,7 +20,7 @@ def kept_cells(folder: Path) -> dict[Path, Cell]:
     """Return the cells whose weights a results folder (or its folder `weights`) keeps, by file, in order of their ids.
 
     Raises:
-        ConfigError: there is no such folder, or it keeps no weights.
+        ConfigError: there is no such folder, it is no results folder, or it keeps no weights.
     """
     if not folder.is_dir():
         raise ConfigError(str(folder), [("", "expected the results folder of a run; there is no such folder")])
@@ -27,7 +28,9 @@ def kept_cells(folder: Path) -> dict[Path, Cell]:
     cells = {path: cell for path in sorted(place.glob("*.safetensors")) if (cell := _cell_of(path)) is not None}
     if not cells:
         problem = "it keeps no weights; write keep_weights = true into the accuracy group of the matrix and run it"
-        raise ConfigError(str(folder), [("", problem)])
+        raise ConfigError(
+            str(folder), [("", problem if (folder / "run.json").is_file() else not_a_results_folder(folder))]
+        )
     return dict(sorted(cells.items(), key=lambda item: (item[1].id, item[1].key)))
 
 

@@ -71,7 +71,8 @@ def test_sources_that_the_folder_keeps_are_loaded_where_they_were_measured(zoo: 
     ("arguments", "message"),
     [
         (("attention", "ZOO", "--out", "a.pdf"), "ends in .png or .svg"),
-        (("attention", "EMPTY", "--out", "a.png"), "keep_weights = true"),
+        (("attention", "EMPTY", "--out", "a.png"), "EMPTY: not a results folder: it has no run.json; it contains run"),
+        (("attention", "RUN", "--out", "a.png"), "keep_weights = true"),
         (("attention", "ZOO", "--cell", "ful/*", "--out", "a.png"), "did you mean 'full/*'?"),
         (("attention", "ZOO", "--cell", "linformer/*", "--pool", "maxx", "--out", "a.png"), "did you mean 'max'?"),
         (("attention", "ZOO", "--text", "1", "--example", "1", "--out", "a.png"), "either --text or --example"),
@@ -85,11 +86,13 @@ def test_sources_that_the_folder_keeps_are_loaded_where_they_were_measured(zoo: 
 )
 def test_mistakes_write_nothing(zoo: Path, tmp_path: Path, arguments: tuple[str, ...], message: str):
     empty = tmp_path / "empty"
-    empty.mkdir()
-    places = {"ZOO": str(zoo), "EMPTY": str(empty), "a.png": str(tmp_path / "a.png"), "a.pdf": str(tmp_path / "a.pdf")}
+    (empty / "run").mkdir(parents=True)
+    (empty / "run" / "run.json").touch()
+    names = {"EMPTY": "empty", "RUN": "empty/run", "a.png": "a.png", "a.pdf": "a.pdf"}
+    places = {"ZOO": str(zoo), **{name: str(tmp_path / path) for name, path in names.items()}}
     with pytest.raises(AttnZooError) as caught:
         run(*(places.get(argument, argument) for argument in arguments))
-    assert message in str(caught.value)
+    assert message.replace("EMPTY", str(empty)) in str(caught.value).replace("\n  ", " ")
     assert list(tmp_path.iterdir()) == [empty]
 
 

@@ -50,6 +50,9 @@ def test_equal_ids_are_told_apart_by_their_keys(zoo: Path, tmp_path: Path):
 
 
 def test_folders_without_weights_say_how_to_keep_them(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"it has no run\.json"):
+        find_weights(tmp_path)
+    (tmp_path / "run.json").touch()
     with pytest.raises(ConfigError, match="keep_weights = true"):
         find_weights(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
