@@ -364,8 +364,10 @@ def print_reasons(found: Iterable[tuple[str, str, str]]) -> int:
     places: dict[tuple[str, str], list[str]] = {}
     for what, why, where in found:
         places.setdefault((what, why), []).append(where)
-    for (what, why), alike in places.items():
-        out.print(f"\n[bold]{what}[/bold]: {escape(why)}")
+    for index, ((what, why), alike) in enumerate(places.items()):
+        if index:
+            out.print()
+        out.print(f"[bold]{what}[/bold]: {escape(why)}")
         for where in alike[:MOST_ALIKE]:
             out.print(f"  {escape(where)}", soft_wrap=True)
         if len(alike) > MOST_ALIKE:
@@ -382,7 +384,9 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     if counts:
         print_table("", ("status", "cells"), sorted(counts.items()), right=("cells",))
     failed = [(record.status, record.reason, record.cell.id) for record in now.done if record.status != "ok"]
-    print_reasons(sorted(failed, key=itemgetter(0, 1)))
+    if failed:
+        out.print()
+        print_reasons(sorted(failed, key=itemgetter(0, 1)))
     if now.problems:
         out.print()
         print_table("No records", ("file", "why"), sorted(now.problems.items()))

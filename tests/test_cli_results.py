@@ -183,6 +183,7 @@ def test_a_packed_run_is_opened_by_every_command_that_reads(call, tmp_path):
 def test_verify_says_what_is_wrong_and_fails(call):
     answer = call("verify", "before")
     assert answer.code == 1
+    assert answer.out.startswith("gate: ")
     assert "gate: 3 wrong" in answer.out
     assert "limits: passed" in answer.out
     assert "v/scaling/fwd/L512/fp32/seed0" in "".join(answer.out.split())
