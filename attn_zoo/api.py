@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
@@ -146,21 +146,22 @@ def run(
         UnsupportedError: no such device here, or the tracker is not installed.
         StoreError: the folder cannot be used or written.
     """
-    planned = plan(
-        matrix,
-        variants=variants,
-        only=only,
-        device=device,
-        shard=shard,
-        data_dir=data_dir,
-        is_remote=engine != "local",
-        allow_cells=allow_cells,
-        has_estimates=False,
-    )
     return _measure(
-        planned,
-        Path(out) if out else Path("runs") / planned.matrix.name,
-        _engine(engine, address, jobs),
+        lambda: plan(
+            matrix,
+            variants=variants,
+            only=only,
+            device=device,
+            shard=shard,
+            data_dir=data_dir,
+            is_remote=engine != "local",
+            allow_cells=allow_cells,
+            has_estimates=False,
+        ),
+        out,
+        engine=engine,
+        address=address,
+        jobs=jobs,
         retry=retry,
         time_limit_min=time_limit_min,
         allow_mixed_env=allow_mixed_env,
@@ -213,18 +214,23 @@ def run_again(
         UnknownNameError: no such status, engine or tracker.
         UnsupportedError: the engine or the tracker is not installed.
     """
-    from attn_zoo.matrix.plan.expand import require_devices
     from attn_zoo.records import ANSWERS, STATUSES
 
-    wanted = _listed(statuses) or [status for status in STATUSES if status not in ANSWERS]
-    planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
-    if engine == "local":
-        require_devices(planned.cells)
+    def make() -> Plan:
+        from attn_zoo.matrix.plan.expand import require_devices
+
+        planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
+        if engine == "local":
+            require_devices(planned.cells)
+        return planned
+
     return _measure(
-        planned,
-        Path(folder),
-        _engine(engine, address, jobs),
-        retry=wanted,
+        make,
+        folder,
+        engine=engine,
+        address=address,
+        jobs=jobs,
+        retry=_listed(statuses) or [status for status in STATUSES if status not in ANSWERS],
         time_limit_min=time_limit_min,
         allow_mixed_env=allow_mixed_env,
         data_dir=data_dir,
@@ -234,10 +240,12 @@ def run_again(
 
 
 def _measure(
-    planned: Plan,
-    folder: Path,
-    engine: Engine,
+    make: Callable[[], Plan],
+    folder: str | Path | None,
     *,
+    engine: str,
+    address: str,
+    jobs: int,
     retry: Iterable[str] | str,
     time_limit_min: float | None,
     data_dir: str | Path | None,
@@ -245,9 +253,7 @@ def _measure(
     progress: bool,
     **options: Any,
 ) -> Run:
-    from attn_zoo.matrix.drive import run_plan
-    from attn_zoo.matrix.drive.progress import Progress, make_progress
-    from attn_zoo.matrix.store.store import Store
+    """Run what `make` plans, which takes seconds: what is wrong with other arguments is said before."""
     from attn_zoo.records import STATUSES
 
     if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "").startswith("attn_zoo.matrix.cell."):
@@ -258,20 +264,29 @@ def _measure(
     for status in _listed(retry):
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES, f"there are {', '.join(STATUSES)}")
-    if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
-        raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
+    if jobs < 1:
+        raise ConfigError("--jobs", [("", f"expected 1 or more; got {jobs}")])
     with _tracking(track):
+        supervisor = _engine(engine, address, jobs)
+        planned = make()
+        if planned.cells and all(item.refusal and item.refusal[0] == "cuda" for item in planned.cells):
+            raise UnsupportedError("cuda", f"{planned.matrix.name} is for a GPU, and {_NO_CUDA}")
+        from attn_zoo.matrix.drive import run_plan
+        from attn_zoo.matrix.drive.progress import Progress, make_progress
+        from attn_zoo.matrix.store.store import Store
+
+        place = Path(folder or Path("runs") / planned.matrix.name)
         summary = run_plan.run(
             planned,
-            Store(folder),
-            engine=engine,
+            Store(place),
+            engine=supervisor,
             retry_statuses=_listed(retry),
             time_limit_min=time_limit_min,
             progress=make_progress() if progress else Progress(),
             data_dir=_path(data_dir),
             **options,
         )
-    return Run([folder], summary)
+    return Run([place], summary)
 
 
 def _engine(name: str, address: str, jobs: int) -> Engine:

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TypeVar
 
-from attn_zoo.errors import ConfigError, counted
+from attn_zoo.errors import counted
 from attn_zoo.matrix.drive.supervise import Control, Lane, beside, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
@@ -91,16 +91,11 @@ class LocalEngine:
 
     Args:
         jobs: trainings at once. With more than one, a cell that names no threads has its share of the cores.
-
-    Raises:
-        ConfigError: fewer than one job.
     """
 
     is_remote = False
 
     def __init__(self, jobs: int = 1) -> None:
-        if jobs < 1:
-            raise ConfigError("--jobs", [("", f"expected 1 or more; got {jobs}")])
         self.jobs = jobs
 
     def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:

@@ -221,15 +221,13 @@ class RayEngine:
         num_cpus: of a cluster started here.
 
     Raises:
-        ConfigError: fewer than one job, or no address of a cluster.
+        ConfigError: no address of a cluster.
         UnsupportedError: Ray is not installed, or cannot be loaded.
     """
 
     is_remote = True
 
     def __init__(self, address: str = "local", jobs: int = 1, num_cpus: int | None = None) -> None:
-        if jobs < 1:
-            raise ConfigError("--jobs", [("", f"expected 1 or more; got {jobs}")])
         if address.startswith("ray://"):
             text = f"expected HOST:PORT of a head node, seen from one of its nodes; got {address!r}, Ray's client"
             raise ConfigError("--address", [("", text)])

@@ -11,10 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from attn_zoo.cli import app
-from attn_zoo.errors import ConfigError, StoreError
+from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.engines import local
 from attn_zoo.matrix.drive.engines.local import LocalEngine, crowding
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress
@@ -154,24 +152,6 @@ def test_cores_are_shared_out_and_too_many_threads_are_said(monkeypatch, tmp_pat
     monkeypatch.setattr(local, "run_lane", fake)
     LocalEngine(2).run(lanes_of(training_plan(["fake_train_ok"], seeds=[0, 1])), Settings(logs=tmp_path), Notes())
     assert {settings.threads for settings in fake.settings} == {1}
-
-
-def test_fewer_than_one_job_is_refused():
-    with pytest.raises(ConfigError, match="--jobs: expected 1 or more; got 0"):
-        LocalEngine(0)
-
-
-def test_the_command_line_refuses_what_cannot_be_before_it_writes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.toml").write_text('name = "a"\n[[accuracy]]\nvariants = ["full"]\ntask = "listops"\n')
-    for options, expected in (
-        (["--jobs", "0"], "expected 1 or more"),
-        (["--jobs", "0", "--engine", "ray"], "1 or more"),
-    ):
-        answer = CliRunner().invoke(app, ["run", "a.toml", "--device", "cpu", *options])
-        assert isinstance(answer.exception, ConfigError)
-        assert expected in str(answer.exception)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_an_error_in_one_lane_ends_the_others_and_is_raised(monkeypatch, tmp_path):
