@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import tomllib
 from contextlib import redirect_stdout
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import gettempdir
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,6 +53,8 @@ MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in anot
 
 def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell wants it to be ignored
+        signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows Latin-1 only
@@ -75,6 +79,15 @@ def main() -> None:
     except KeyboardInterrupt:
         console.tell("interrupted")
         sys.exit(130)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt`; while torch is being loaded, end at once: C++ that imports there drops exceptions."""
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(torch.__spec__, "_initializing", False):
+        console.tell("interrupted")
+        os._exit(130)
+    signal.default_int_handler(number, frame)
 
 
 def _print_version(is_asked: bool) -> None:

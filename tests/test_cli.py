@@ -508,6 +508,43 @@ def test_mistakes_are_one_message_with_exit_code_two(call, tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.toml"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--engine", "rai", "did you mean 'ray'?"),
+        ("--jobs", "0", "--jobs: expected 1 or more; got 0"),
+        ("--retry", "tiemout", "did you mean 'timeout'?"),
+        ("--track", "wand", "did you mean 'wandb'?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "retry"])
+def test_what_is_wrong_with_an_option_is_said_before_anything_is_planned(
+    call, tmp_path, monkeypatch, command, option, value, message
+):
+    def plan(*_: object, **__: object) -> None:
+        pytest.fail("planned")
+
+    for name in ("plan", "_stored_plan"):
+        monkeypatch.setattr(api, name, plan)
+    monkeypatch.chdir(tmp_path)
+    answer = call(command, "quick", "--only" if (command, option) == ("retry", "--retry") else option, value)
+    assert answer.code == 2
+    assert message in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_a_command_that_loads_torch_whose_code_drops_exceptions(tmp_path):
+    drops = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "torch.py").write_text(f"{drops}print('it goes on')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "attn_zoo", "doctor"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{RESULTS.parent}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "loading torch\ninterrupted\n")
+
+
 def test_a_device_that_is_not_there_is_an_error_and_no_record(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
