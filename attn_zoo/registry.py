@@ -247,11 +247,6 @@ class Registry(Generic[_Entry]):
         """Return what is registered by now, without discovering more."""
         return tuple(self._entries)
 
-    def keep_only(self, names: tuple[str, ...]) -> None:
-        """Forget everything but `names`."""
-        for name in set(self._entries) - set(names):
-            self._forget(name)
-
     def _forget(self, name: str) -> None:
         del self._entries[name], self._providers[name]
         self._plain_files.pop(name, None)

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from attn_zoo import cli
+from attn_zoo.registry import Registry
 
 # Examples that failed are kept in the checkout, where that can be written.
 _place: dict[str, Any] = {} if os.access(Path.cwd(), os.W_OK) else {"database": None}
@@ -38,6 +39,12 @@ def _keep_what_is_freed() -> None:
 
 
 _keep_what_is_freed()
+
+
+def keep_only(registry: Registry[Any], names: Iterable[str]) -> None:
+    """Have a registry forget everything but `names`."""
+    for name in set(registry.names) - set(names):
+        registry.remove(name)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,6 +28,7 @@ from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import Standing, Summary
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.registry import tasks, variants
+from tests.conftest import keep_only
 from tests.report.synthetic import scaling, write_run
 from tests.test_discovery import VARIANT
 
@@ -578,7 +579,7 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
         assert packages == {"full": {}, "my_kept": {"typer": metadata.version("typer")}}
 
         def forget() -> None:
-            variants.keep_only(before)
+            keep_only(variants, before)
             for name in [name for name in sys.modules if name.startswith(("attn_zoo_file_my_kept", "my_kept"))]:
                 del sys.modules[name]
 
@@ -598,7 +599,7 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
         assert f"{source} was not measured by you: read it, then load it (--variant-file)" in retry.err
         assert call("retry", "one", "--variant-file", str(source)).code == 0
     finally:
-        variants.keep_only(before)
+        keep_only(variants, before)
 
 
 def test_what_to_type_next_names_the_files_that_were_given(tmp_path, capsys):

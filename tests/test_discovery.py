@@ -20,6 +20,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.discovery import ask_python, discover, importable, plain_files, tried_imports
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import all_or_nothing, tasks, variants
+from tests.conftest import keep_only
 
 VARIANT = """
 import attn_zoo
@@ -52,8 +53,8 @@ def forget() -> Iterator[None]:
     """Leave registry and modules as they were."""
     before, modules = (tuple(variants), tuple(tasks)), set(sys.modules)
     yield
-    variants.keep_only(before[0])
-    tasks.keep_only(before[1])
+    keep_only(variants, before[0])
+    keep_only(tasks, before[1])
     for name in set(sys.modules) - modules:
         if name.startswith(("zoo_plugin", "attn_zoo_file_")):
             del sys.modules[name]

@@ -29,6 +29,7 @@ from attn_zoo.registry import (
     tasks,
     variants,
 )
+from tests.conftest import keep_only
 
 CARD: dict[str, Any] = {
     "capabilities": Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True),
@@ -44,8 +45,8 @@ def forget() -> Iterator[None]:
     """Leave the registry as it was."""
     before = tuple(variants), tuple(tasks)
     yield
-    variants.keep_only(before[0])
-    tasks.keep_only(before[1])
+    keep_only(variants, before[0])
+    keep_only(tasks, before[1])
 
 
 class Copying(AbstractAttention):

@@ -23,6 +23,7 @@ from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.registry import load_file, tasks, variants
 from attn_zoo.typed_code import _written, require_same_values
+from tests.conftest import keep_only
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,8 +56,8 @@ def _forget() -> Iterator[None]:
     before = tuple(variants), tuple(tasks)
     cached = set(linecache.cache)
     yield
-    variants.keep_only(before[0])
-    tasks.keep_only(before[1])
+    keep_only(variants, before[0])
+    keep_only(tasks, before[1])
     for name in set(linecache.cache) - cached:
         del linecache.cache[name]
 
@@ -156,7 +157,7 @@ def test_a_variant_that_builds_on_another_registers_itself_only(prompt):
     assert "class Mine(" in text
     assert "typed_mine" not in text
     both = plan_of("typed_mine", "typed_other").variant_files
-    variants.keep_only(tuple(name for name in variants if not name.startswith("typed_")))
+    keep_only(variants, tuple(name for name in variants if not name.startswith("typed_")))
     for path in both:
         load_file(path, None)
     assert {"typed_mine", "typed_other"} <= set(variants)

@@ -41,15 +41,6 @@ COLUMNS: tuple[str, ...] = tuple(sorted(_HINTS, key=lambda name: name in _NESTED
 Units are in the suffixes; what was not measured is empty."""
 
 
-def load_runs(dirs: Iterable[str | Path]) -> pd.DataFrame:
-    """Return one flat row per record of all `dirs`; see `COLUMNS`.
-
-    Raises:
-        ConfigError: a directory is not a results folder.
-    """
-    return flat_frame(read_results(dirs).observations)
-
-
 def flat_frame(observations: Sequence[Observation]) -> pd.DataFrame:
     """Return one flat row per record; see `COLUMNS`."""
     frame = pd.DataFrame.from_records([_row(one) for one in observations], columns=list(COLUMNS))

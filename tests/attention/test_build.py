@@ -25,6 +25,7 @@ from attn_zoo import (
 from attn_zoo.attention import MultiHeadMixer
 from attn_zoo.metadata import Capabilities
 from attn_zoo.registry import VariantConfig, variants
+from tests.conftest import keep_only
 
 BUILD = BuildContext(embed_dim=8, num_heads=2, max_seq_len=16)
 
@@ -65,7 +66,7 @@ def test_a_variant_of_hidden_states_has_no_attention_form():
             build_attention("only_mixer", BUILD)
         assert refusal.value.capability == "attention"
     finally:
-        variants.keep_only(before)
+        keep_only(variants, before)
 
 
 def test_a_class_of_two_names_keeps_the_capabilities_of_each():
@@ -88,7 +89,7 @@ def test_a_class_of_two_names_keeps_the_capabilities_of_each():
             mixer: Any = build_mixer(name, BUILD)
             assert mixer.attention.capabilities.causal is is_causal
     finally:
-        variants.keep_only(before)
+        keep_only(variants, before)
 
 
 def test_lists_are_filtered_by_capability():
@@ -138,7 +139,7 @@ def test_options_are_described_with_the_defaults_that_they_get():
     try:
         assert [(one.name, one.default) for one in describe("with_options").options] == [("table", (1, 2))]
     finally:
-        variants.keep_only(before)
+        keep_only(variants, before)
 
 
 @pytest.mark.parametrize("name", list_variants())

@@ -22,6 +22,7 @@ from attn_zoo import (
 )
 from attn_zoo.metadata import Request
 from attn_zoo.registry import variants
+from tests.conftest import keep_only
 
 COMPLEXITY = Complexity(time="1", memory="1", time_exponent=0, memory_exponent=0, sequential_ops="1", max_path="1")
 REFERENCE = Reference(title="t", authors="a", year=2020, url="https://example.org")
@@ -54,7 +55,7 @@ def least() -> Iterator[None]:
     register_attention("least", capabilities=NOTHING, complexity=COMPLEXITY, reference=REFERENCE)(Least)
     register_mixer("least_mixer", capabilities=NOTHING, complexity=COMPLEXITY, reference=REFERENCE)(LeastMixer)
     yield
-    variants.keep_only(before)
+    keep_only(variants, before)
 
 
 def context(**changes):

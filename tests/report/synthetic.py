@@ -23,6 +23,8 @@ from attn_zoo.records import (
     Status,
     Timing,
 )
+from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.figures.all_figures import Picture, draw_pictures
 
 MACHINE = Environment(
     host="0123456789ab",
@@ -281,6 +283,11 @@ def trained(variants: Iterable[str] = tuple(COSTS), seeds: Iterable[int] = (0, 1
         for variant in variants
         for seed in seeds
     ]
+
+
+def pictures_of(analysis: Analysis) -> list[Picture]:
+    """Return the figures that a report shows."""
+    return list(draw_pictures(analysis, panels=analysis.shown))
 
 
 def write_run(

@@ -4,17 +4,16 @@ import json
 
 import pytest
 
+from attn_zoo.api import load
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.metadata import ROUTING_SEES_FUTURE
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.pages.findings import findings
-from attn_zoo.report.pages.write import write_report
 from attn_zoo.report.tables.all_tables import make_tables
 from tests.conformance.broken import Broken, registered
 from tests.conformance.broken_contract import SortsByTheFuture
-from tests.report.synthetic import costed, roof, scaling, write_run
+from tests.report.synthetic import costed, pictures_of, roof, scaling, write_run
 
 SORTING = Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"})
 NOTE = f"{SORTING.name}: {ROUTING_SEES_FUTURE}"
@@ -52,7 +51,7 @@ def test_every_table_and_figure_of_a_causal_panel_says_so_once(run_of):
     for table in tables:
         assert table.note.count(NOTE) == 1, table.name
         assert all(row["settings"].count(NOTE) == 1 for row in table.rows if "settings" in row)
-    pictures = make_pictures(analysis)
+    pictures = pictures_of(analysis)
     assert {picture.name.partition("-fwd")[0] for picture in pictures} >= {"time", "speedup", "memory-peak", "roofline"}
     for picture in pictures:
         assert picture.alt.count(NOTE) == 1, picture.name
@@ -60,18 +59,18 @@ def test_every_table_and_figure_of_a_causal_panel_says_so_once(run_of):
 
 
 def test_pages_and_files_say_so(run_of, tmp_path):
-    (page, *files) = write_report([run_of("run", is_causal=True)], tmp_path / "out")
+    page = load(run_of("run", is_causal=True)).report(tmp_path / "out")
     html = page.read_text(encoding="utf-8")
     for table in ("time", "memory"):
         section = html.partition(f'<h3 id="table-{table}-')[2].partition("<h3")[0]
         assert NOTE in section
-    (time,) = [path for path in files if path.name.startswith("time-") and path.suffix == ".md"]
+    (time,) = page.parent.rglob("time-*.md")
     assert NOTE in time.read_text(encoding="utf-8")
 
 
 def test_nothing_is_said_where_nothing_is_masked(run_of, tmp_path):
-    (page, *files) = write_report([run_of("run", is_causal=False)], tmp_path / "out")
-    for path in (page, *files):
+    page = load(run_of("run", is_causal=False)).report(tmp_path / "out")
+    for path in page.parent.rglob("*"):
         if path.suffix in {".html", ".md", ".csv"}:
             assert ROUTING_SEES_FUTURE not in path.read_text(encoding="utf-8")
 

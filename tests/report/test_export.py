@@ -9,7 +9,8 @@ import pytest
 
 import attn_zoo.report.export as exporting
 from attn_zoo.errors import ConfigError, StoreError
-from attn_zoo.report.export import COLUMNS, FORMATS, export, load_runs
+from attn_zoo.report.analysis.observations import read_results
+from attn_zoo.report.export import COLUMNS, FORMATS, export, flat_frame
 from tests.report.synthetic import accuracy, scaling, write_run
 
 EXPORTED = [name for name in COLUMNS if name != "correct"]
@@ -87,7 +88,7 @@ def test_jsonl_is_strict_and_nested_values_stay_nested(run, tmp_path):
 
 def test_parquet_gives_back_the_same_frame(run, tmp_path):
     frame = pd.read_parquet(export([run], "parquet", tmp_path / "out.parquet"))
-    expected = load_runs([run])
+    expected = flat_frame(read_results([run]).observations)
     assert frame["median_ms"].equals(expected["median_ms"])
     assert [list(samples) for samples in frame["samples_ms"]] == expected["samples_ms"].tolist()
     assert str(frame["seq_len"].dtype) == "Int64"

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from attn_zoo.api import load
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.observations import read_results
 from attn_zoo.report.compare import compare
-from attn_zoo.report.export import export, load_runs
+from attn_zoo.report.export import export
 from attn_zoo.report.flat_records import flat_row, record_of
 from attn_zoo.report.sources import read_source
 from tests.report.synthetic import accuracy, costed, curve, exchanged, scaling, tuned, write_run
@@ -64,7 +65,7 @@ def test_an_export_compares_like_the_run_that_it_is_of(records, tmp_path, form):
     other = write_run(tmp_path / "other", slower)
     path = export([folder], form, tmp_path / f"all.{form}")
     assert set(compare(folder, path).times["verdict"]) == {"same"}
-    assert len(load_runs([path])) == len(records)
+    assert len(load([path]).frame) == len(records)
     there = compare(folder, other).times
     assert compare(path, other).times["verdict"].tolist() == there["verdict"].tolist()
 

@@ -13,7 +13,6 @@ from attn_zoo.displays import Run
 from attn_zoo.folder import pack_cells
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.pages.findings import (
     accuracy_findings,
     completeness,
@@ -32,7 +31,7 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import TIMES
 from attn_zoo.statistics import time_summary
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import CLAIMS, accuracy, costed, roof, scaling, timing, trained, write_run, zoo
+from tests.report.synthetic import CLAIMS, accuracy, costed, pictures_of, roof, scaling, timing, trained, write_run, zoo
 
 LENGTHS = [512 * 2**power for power in range(8)]
 HOST_MS = 0.7
@@ -65,7 +64,7 @@ def said(analysis: Analysis) -> str:
     """Return every sentence of a report, and what its figures say of themselves."""
     tables = [table.note for table in make_tables(analysis)]
     sentences = [headline(analysis), completeness(analysis), *findings(analysis), *panel_findings(analysis)]
-    return "\n".join([*sentences, *tables, *(picture.alt for picture in make_pictures(analysis))])
+    return "\n".join([*sentences, *tables, *(picture.alt for picture in pictures_of(analysis))])
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_an_unfinished_run_says_so_everywhere(unfinished):
     text = (unfinished / "README.md").read_text(encoding="utf-8")
     assert "7 of 10 cells" in text
     assert "7 of 10 cells" in (unfinished / "report.html").read_text(encoding="utf-8")
-    strip = next(picture for picture in make_pictures(analysis) if picture.name.startswith("time-"))
+    strip = next(picture for picture in pictures_of(analysis) if picture.name.startswith("time-"))
     assert "linformer: not run at 2k, 4k, 8k" in strip.alt
     assert_legible(strip.figure)
 
@@ -167,7 +166,7 @@ def test_a_curve_that_waits_for_the_host_has_no_exponent_and_its_crossing_says_s
     assert all("°" in cell for cell in row_of(text, "linformer")[1:])
     assert "the GPU alone was not timed" in text.note
     assert "N^0" not in said(analysis)
-    for picture in make_pictures(analysis):
+    for picture in pictures_of(analysis):
         assert "exponent 0" not in picture.alt
         assert_legible(picture.figure)
 
@@ -255,7 +254,7 @@ def test_two_lengths_make_no_exponent(tmp_path):
     growth = analysis.panels[0].time["full"]
     assert (growth.exponent, growth.why) == (None, "2 lengths in the top decade, 3 are needed")
     assert not any("N^" in text for text in [*findings(analysis), *panel_findings(analysis)])
-    assert not any("exponent 1" in picture.alt or "exponent 2" in picture.alt for picture in make_pictures(analysis))
+    assert not any("exponent 1" in picture.alt or "exponent 2" in picture.alt for picture in pictures_of(analysis))
 
 
 def test_level_curves_are_not_ranked(tmp_path):
@@ -268,7 +267,7 @@ def test_level_curves_are_not_ranked(tmp_path):
     assert crossing is not None
     assert not crossing.is_settled
     assert "from 512 or less" not in crossing_text(crossing)
-    (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+    (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
     assert f"cheaper: {crossing_text(crossing)}" in words(time.figure), "a figure says what the sentences say"
 
 
@@ -292,7 +291,7 @@ def test_figures_sentences_and_tables_say_alike_from_where_a_curve_is_cheaper(tm
     assert crossing is not None
     assert crossing_text(crossing) == text
     assert f"Cheaper than full: linformer {text}." in findings(analysis)
-    (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+    (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
     assert f"cheaper: {text}" in words(time.figure)
 
 
@@ -384,7 +383,7 @@ def test_a_crossing_has_the_marks_of_the_lengths_that_it_lies_between(tmp_path):
         assert text in table.texts()[0]
         assert ("the GPU was throttled" in table.note) is bool(mark)
         assert (table.rows[0]["marks"], table.rows[1]["quantity"], table.rows[1]["marks"]) == (mark[1:], "memory", "")
-        (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+        (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
         assert f"cheaper: {text}" in words(time.figure)
         assert "1 of 10 times of a throttled GPU †, all of one process" in words(time.figure).replace("\u00a0", " ")
     cheap = [scaling("linformer", n, 0.01) for n in LENGTHS[:5]]
@@ -784,7 +783,7 @@ def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
     """At the shortest length the time of the device is known, at the longest that of a call that waits for nothing."""
     records = [on_gpu("full", n, 1.2e-8 * n**2, graph=n == LENGTHS[0], host_ms=0.3) for n in LENGTHS]
     records += [on_gpu("linformer", n, 1e-6 * n) for n in LENGTHS]
-    time = make_pictures(analyse([write_run(tmp_path / "run", records)]))[0]
+    time = pictures_of(analyse([write_run(tmp_path / "run", records)]))[0]
     assert re.search(r"full: 3\.15 µs at 512 \(the GPU alone\), 5[\d.]+ ms at 64k, exponent", time.alt)
     assert re.search(r"linformer: [67]\d\d µs at 512 \(waits for the host\), ", time.alt)
 

@@ -128,8 +128,3 @@ def draw_pictures(analysis: Analysis, start: str = "", panels: Sequence[Panel] |
                 page = entry.draw(subject, looks)
             if page is not None:
                 yield Picture(name, entry.section, page.title, entry.question, page.alt, page.figure)
-
-
-def make_pictures(analysis: Analysis) -> list[Picture]:
-    """Return the figures of a report."""
-    return list(draw_pictures(analysis, panels=analysis.shown))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from attn_zoo.errors import FolderError, counted
-from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.figures.all_figures import Picture, draw_pictures, front_picture
 from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
@@ -27,19 +26,6 @@ from attn_zoo.report.units import MOST_LINES, clean, some
 from attn_zoo.whole_files import refuse_links, require_writable, write_whole
 
 
-def write_report(dirs: Iterable[str | Path], out: str | Path) -> list[Path]:
-    """Write tables, figures and `report.html` for `dirs` under `out` and return the paths, the page first.
-
-    Files of an earlier report are replaced. The same records give the same bytes.
-
-    Raises:
-        ConfigError: a directory is not a results folder; nothing is written then.
-        FolderError: `out` cannot be written.
-    """
-    require_place(out)
-    return write_analysis(analyse(dirs, is_brief=True), out)
-
-
 def require_place(out: str | Path) -> None:
     """Raise `StoreError` if a report cannot be written into a folder: before the work, which may take minutes."""
     out = Path(out)
@@ -50,11 +36,10 @@ def require_place(out: str | Path) -> None:
 
 
 def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = False) -> list[Path]:
-    """Write the report of results that were analysed already, with a `README.md` last if asked; see `write_report`.
+    """Write tables, figures and `report.html` under `out`, with a `README.md` if asked; return the paths, page first.
 
-    Whoever makes the analysis asks `require_place` before.
-
-    Figures and tables that an earlier report wrote and this one does not have are deleted, unless they were changed.
+    Whoever makes the analysis asks `require_place` before. The same records give the same bytes. Figures and tables
+    that an earlier report wrote and this one does not have are deleted, unless they were changed.
     """
     out = Path(out)
     by_question = tables_by_question(analysis)

@@ -10,6 +10,7 @@ import pytest
 from attn_zoo.matrix.store.kept_sources import keep_sources, load_kept
 from attn_zoo.registry import variants
 from attn_zoo.scaffold import new_variant
+from tests.conftest import keep_only
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
     before = tuple(variants)
     yield
-    variants.keep_only(before)
+    keep_only(variants, before)
     for name in [name for name in sys.modules if "kept" in name and "attn_zoo." not in name]:
         del sys.modules[name]
 

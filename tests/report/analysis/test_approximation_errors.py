@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from attn_zoo.api import load
 from attn_zoo.errors import ConfigError
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.compare import compare
 from attn_zoo.report.export import flat_frame
-from attn_zoo.report.figures.all_figures import figure_names, front_picture, make_pictures
+from attn_zoo.report.figures.all_figures import figure_names, front_picture
 from attn_zoo.report.figures.error_curves import LEAST, draw_errors
 from attn_zoo.report.figures.style import MUTED, make_looks
 from attn_zoo.report.flat_records import flat_row, record_of
 from attn_zoo.report.pages.findings import error_findings, findings, headline
 from attn_zoo.report.pages.leaderboard import leaderboard_readme, read_machines
-from attn_zoo.report.pages.write import write_report
 from attn_zoo.report.tables.all_tables import make_tables, status_table
 from attn_zoo.report.tables.front_table import front_table
-from tests.report.synthetic import accuracy, approximation, scaling, write_run
+from tests.report.synthetic import accuracy, approximation, pictures_of, scaling, write_run
 
 
 def over_lengths(variant: str, *errors: float, seeds: int = 2, **more: Any) -> list[Record]:
@@ -138,13 +138,13 @@ def test_errors_stand_beside_times_and_scores_and_in_no_panel_of_theirs(tmp_path
 def test_figures_are_drawn_of_several_lengths_and_of_several_budgets(tmp_path):
     analysis = analysed(tmp_path, RECORDS)
     assert figure_names(analysis) == ["approximation-error", "approximation-cost-error"]
-    (picture,) = make_pictures(analysis)
+    (picture,) = pictures_of(analysis)
     assert picture.name == "approximation-error"
     assert "bigbird 0.201" in picture.alt
     assert "not drawn: full, exact (up to about 1e-07)" in picture.alt
     small = approximation("bigbird", 1024, 0.7, label="bigbird small", options={"block_size": 8})
     more = analysed(tmp_path / "more", [*RECORDS, small])
-    curves, costs = make_pictures(more)
+    curves, costs = pictures_of(more)
     assert "bigbird small" not in curves.alt, "it has one length"
     assert "bigbird small 0.7 at 9.8 %" in costs.alt
     assert "error-budgets" in [table.name for table in make_tables(more)]
@@ -152,7 +152,7 @@ def test_figures_are_drawn_of_several_lengths_and_of_several_budgets(tmp_path):
 
 def test_errors_of_the_lower_edge_are_said_to_be_there(tmp_path):
     records = [*RECORDS, *over_lengths("moba", 1e-7, 0.1)]
-    assert "at the lower edge: below 0.001" in make_pictures(analysed(tmp_path, records))[0].alt
+    assert "at the lower edge: below 0.001" in pictures_of(analysed(tmp_path, records))[0].alt
 
 
 def test_settings_do_not_mix(tmp_path):
@@ -177,7 +177,7 @@ def test_a_cell_without_a_number_is_a_word(tmp_path):
 def test_only_failures_make_no_figure_and_no_claim(tmp_path):
     analysis = analysed(tmp_path, [approximation("linformer", 512, 0.0, status="gate_failed")])
     assert headline(analysis) == "No cell gave a measurement."
-    assert make_pictures(analysis) == []
+    assert pictures_of(analysis) == []
     assert front_table(analysis) is None
 
 
@@ -204,7 +204,7 @@ def test_an_export_holds_every_number_and_is_read_back(tmp_path):
 
 def test_pages_show_them(tmp_path):
     folder = write_run(tmp_path / "run", RECORDS)
-    write_report([folder], folder)
+    load([folder]).report(folder)
     page = (folder / "report.html").read_text()
     assert "How near does it come to exact attention?" in page
     assert (folder / "figures" / "approximation-error.svg").is_file()
@@ -293,7 +293,7 @@ def test_one_token_leaves_nothing_to_find(tmp_path):
 
     records = [of_one("linformer", 0.5), of_one("bigbird", 0.0)]
     folder = write_run(tmp_path / "run", records)
-    write_report([folder], folder)
+    load([folder]).report(folder)
     (group,) = analyse([folder]).errors
     assert group.ranked == ["bigbird", "linformer"]
     assert "none 5 % nearer than the mean of the values, 0;" in f"{headline(analyse([folder]))[:-1]};"
@@ -395,7 +395,7 @@ def test_the_figure_on_top_is_of_the_setting_of_the_table_beside_it(tmp_path):
     failed = approximation("linformer", 512, 0.0, status="timeout", dtype="bfloat16")
     analysis = analysed(tmp_path, [failed, *RECORDS])
     assert [group.name for group in analysis.errors] == ["error-bfloat16", "error-float32"]
-    picture = front_picture(analysis, make_pictures(analysis))
+    picture = front_picture(analysis, pictures_of(analysis))
     assert picture is not None
     assert picture.name == "approximation-error-float32"
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from attn_zoo.api import load
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
 from attn_zoo.report.analysis.fits import slope_words
 from attn_zoo.report.pages.findings import findings
-from attn_zoo.report.pages.write import write_report
 from attn_zoo.report.tables.all_tables import make_tables
 from tests.report.synthetic import CLAIMS, DOUBLINGS, scaling, write_run
 
@@ -103,7 +103,7 @@ def test_flops_that_were_claimed_and_did_not_run(tmp_path):
     assert (found.variant, found.least, found.is_too_many) == ("linformer", 2.0, True)
     said = "More FLOPs are claimed than ran: linformer (bidirectional, attention) 2 times at 1k tokens."
     assert said in findings(analysis)
-    page, *_ = write_report([run], tmp_path / "out")
+    page = load([run]).report(tmp_path / "out")
     assert said in page.read_text(encoding="utf-8")
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from attn_zoo.api import load
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import read_results
-from attn_zoo.report.export import load_runs
 from attn_zoo.report.pages.findings import headline
 from attn_zoo.statistics import time_summary
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
@@ -32,14 +32,14 @@ ASKED_FOR = {
 
 
 def test_has_the_promised_columns_and_one_row_per_record(run_dir):
-    frame = load_runs([run_dir])
+    frame = load([run_dir]).frame
     assert set(frame.columns) >= ASKED_FOR
     assert len(frame) == len(list((run_dir / "cells").glob("*.json")))
 
 
 def test_numbers_are_those_of_the_record(tmp_path):
     record = scaling("full", 512)
-    row = load_runs([write_run(tmp_path / "run", [record])]).iloc[0]
+    row = load([write_run(tmp_path / "run", [record])]).frame.iloc[0]
     assert record.timing is not None
     assert record.memory is not None
     assert row["median_ms"] == record.timing.median_ms
@@ -50,14 +50,14 @@ def test_numbers_are_those_of_the_record(tmp_path):
 
 def test_what_was_not_measured_is_missing_not_zero(tmp_path):
     run = write_run(tmp_path / "run", [scaling("full", 512, status="timeout", reason="60 s"), accuracy("full", 0, 0.4)])
-    frame = load_runs([run]).set_index("kind")
+    frame = load([run]).frame.set_index("kind")
     assert frame.loc["scaling", ["median_ms", "peak_bytes", "value"]].isna().all()
     assert frame.loc["accuracy", ["median_ms", "seq_len"]].isna().all()
 
 
 def test_a_refused_cell_belongs_to_the_machine_of_its_run(tmp_path):
     run = write_run(tmp_path / "run", [scaling("full", 512), scaling("x", 512, status="unsupported", reason="no")])
-    assert set(load_runs([run])["environment"]) == {MACHINE.digest}
+    assert set(load([run]).frame["environment"]) == {MACHINE.digest}
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_a_directory_that_is_no_results_folder(tmp_path, make, words):
     path = tmp_path / "given"
     make(path)
     with pytest.raises(ConfigError, match=words) as caught:
-        load_runs([path])
+        read_results([path])
     assert caught.value.exit_code == 2
     assert str(path) in str(caught.value)
 
 
 def test_no_directory_at_all():
     with pytest.raises(ConfigError, match="at least one results folder"):
-        load_runs([])
+        read_results([])
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, '{"a": NaN'])
@@ -88,7 +88,7 @@ def test_a_damaged_run_json_is_one_message(tmp_path, text):
     run = write_run(tmp_path / "run", [])
     (run / "run.json").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.json"):
-        load_runs([run])
+        read_results([run])
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_bytes_that_are_no_text(tmp_path):
 
 def test_one_label_for_two_option_sets_becomes_two_labels(tmp_path):
     records = [scaling("v", 512, options={"k": 1}), scaling("v", 512, options={"k": 2}), scaling("v", 1024)]
-    assert set(load_runs([write_run(tmp_path / "run", records)])["label"]) == {"v (k=1)", "v (k=2)", "v (defaults)"}
+    assert set(load([write_run(tmp_path / "run", records)]).frame["label"]) == {"v (k=1)", "v (k=2)", "v (defaults)"}
 
 
 def test_two_versions_of_a_source_are_told_apart(tmp_path):
     a = write_run(tmp_path / "a", [scaling("v", 512, variant_digest="aaaaaaaa")])
     b = write_run(tmp_path / "b", [scaling("v", 512, variant_digest="bbbbbbbb")])
-    assert set(load_runs([a, b])["label"]) == {"v (source aaaaaa)", "v (source bbbbbb)"}
+    assert set(load([a, b]).frame["label"]) == {"v (source aaaaaa)", "v (source bbbbbb)"}
 
 
 def test_a_digest_of_another_kind_of_cell_is_no_other_version(tmp_path):
@@ -137,7 +137,7 @@ def test_a_digest_of_another_kind_of_cell_is_no_other_version(tmp_path):
 
 
 def test_the_same_folder_twice_counts_once(run_dir):
-    assert len(load_runs([run_dir, run_dir / "."])) == len(load_runs([run_dir]))
+    assert len(load([run_dir, run_dir / "."]).frame) == len(load([run_dir]).frame)
 
 
 def test_the_same_cells_in_two_folders_are_pooled_with_a_warning(tmp_path):

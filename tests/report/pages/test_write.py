@@ -6,16 +6,18 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from attn_zoo.api import load
 from attn_zoo.displays import Run
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.folder import pack_cells
 from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import findings, headline
-from attn_zoo.report.pages.write import print_report, write_report
+from attn_zoo.report.pages.write import print_report
 from attn_zoo.report.units import clean, human_bytes, human_ms, human_number, slug
 from tests.report.synthetic import accuracy, scaling, write_run
 
@@ -32,15 +34,19 @@ def test_writes_page_tables_and_figures(written):
         name.removesuffix(".png") for name in figures if name.endswith(".png")
     }
     assert len(figures) >= 10
-    assert sorted(path for path in out.rglob("*") if path.is_file()) == sorted(paths)
+    assert files_in(out) == sorted(paths)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_run_of_failures_and_an_empty_run_give_a_page(tmp_path):
     failures = [scaling("full", 512, status="crashed", reason="signal 11")]
     for name, records, words in (("failures", failures, "signal 11"), ("empty", [], "No cell has been run yet")):
-        paths = write_report([write_run(tmp_path / name, records)], tmp_path / f"{name}-out")
-        assert words in paths[0].read_text(encoding="utf-8")
-        assert not [path for path in paths if path.suffix == ".svg"]
+        page = load(write_run(tmp_path / name, records)).report(tmp_path / f"{name}-out")
+        assert words in page.read_text(encoding="utf-8")
+        assert not list(page.parent.rglob("*.svg"))
 
 
 def test_a_report_takes_away_what_only_an_earlier_one_had_and_nothing_else(tmp_path):
@@ -48,27 +54,31 @@ def test_a_report_takes_away_what_only_an_earlier_one_had_and_nothing_else(tmp_p
     some = write_run(tmp_path / "some", [scaling("full", n) for n in lengths])
     more = write_run(tmp_path / "more", [scaling("full", n, pass_=p) for n in lengths for p in ("fwd", "bwd")])
     out = tmp_path / "out"
-    earlier = write_report([more], out)
+    page = load(more).report(out)
+    earlier = set(files_in(out))
     own, changed = out / "figures" / "mine-bwd.svg", out / "tables" / "time-bwd.md"
     own.write_text("drawn by hand")
     changed.write_text("with a note of mine")
     outside = tmp_path / "kept.svg"
     outside.write_text("kept")
     (out / "figures" / "linked.svg").symlink_to(outside)
-    page = earlier[0].read_text(encoding="utf-8")
-    earlier[0].write_text(page.replace("<!-- files: {", '<!-- files: {"../kept.svg": "", "figures/linked.svg": "", '))
-    later = write_report([some], out)
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("<!-- files: {", '<!-- files: {"../kept.svg": "", "figures/linked.svg": "", '))
+    load(some).report(out)
     gone = {path.name for path in earlier if not path.exists()}
     assert {"time-bwd.svg", "time-bwd.png", "memory-bwd.md"} <= gone
-    there = {path for path in out.rglob("*") if path.is_file()}
-    assert there - set(later) == {own, changed, out / "figures" / "linked.svg"}
+    load(some).report(tmp_path / "alone")
+    alone = {out / path.relative_to(tmp_path / "alone") for path in files_in(tmp_path / "alone")}
+    there = files_in(out)
+    assert set(there) - alone == {own, changed, out / "figures" / "linked.svg"}
     assert outside.read_text() == "kept"
-    assert write_report([some], out) == later, "nothing to take away"
+    load(some).report(out)
+    assert files_in(out) == there, "nothing to take away"
 
 
 def test_no_results_folder_writes_nothing(tmp_path):
     with pytest.raises(ConfigError):
-        write_report([tmp_path], tmp_path / "out")
+        load([tmp_path]).report(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,9 +86,9 @@ def test_a_place_that_cannot_be_written_is_one_message(tmp_path):
     run = write_run(tmp_path / "run", [])
     (tmp_path / "out").write_text("a file")
     with pytest.raises(FolderError, match="expected a folder for the report; there is a file of this name"):
-        write_report([run], tmp_path / "out")
+        load([run]).report(tmp_path / "out")
     with pytest.raises(StoreError, match="cannot be written"):
-        write_report([run], tmp_path / "out" / "below")
+        load([run]).report(tmp_path / "out" / "below")
 
 
 def test_readme_shows_machine_findings_figures_and_tables(tmp_path):
@@ -135,8 +145,7 @@ def test_report_runs_without_torch(tmp_path):
     run = write_run(tmp_path / "run", [scaling("full", 512)])
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from attn_zoo.report.pages.write import write_report\n"
-        f"write_report([{str(run)!r}], {str(tmp_path / 'out')!r})"
+        f"from attn_zoo.api import load; load({str(run)!r}).report({str(tmp_path / 'out')!r})"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "out" / "report.html").is_file()
@@ -183,8 +192,8 @@ def test_a_large_run_shows_the_panels_that_say_most_and_its_files_have_all(tmp_p
     monkeypatch.setattr("attn_zoo.report.pages.write.MOST_ROWS", 3)
     large = [scaling(name, length, pass_="bwd") for name in ("full", "linformer") for length in (512, 1024, 2048)]
     small = [scaling("full", length, pass_=pass_) for pass_ in ("infer", "fwd") for length in (512, 1024)]
-    paths = write_report([write_run(tmp_path / "run", [*large, *small])], tmp_path / "out")
-    names = {path.name for path in paths}
+    page_file = load(write_run(tmp_path / "run", [*large, *small])).report(tmp_path / "out")
+    names = {path.name for path in files_in(tmp_path / "out")}
     assert {name for name in names if name.startswith("time-")} == {
         "time-bwd.svg",
         "time-bwd.png",
@@ -192,7 +201,7 @@ def test_a_large_run_shows_the_panels_that_say_most_and_its_files_have_all(tmp_p
         "time-fwd.md",
         "time-infer.md",
     }
-    page = paths[0].read_text(encoding="utf-8")
+    page = page_file.read_text(encoding="utf-8")
     assert 'id="table-time-bwd"' in page
     assert 'id="table-time-fwd"' not in page
     assert "1 of 3 panels are shown" in page
@@ -210,7 +219,7 @@ def test_of_very_many_records_a_report_reads_those_of_the_panels_it_shows(tmp_pa
     score, lost = accuracy("full", 0, 0.4), scaling("linformer", 512)
     planned = [record.cell for record in (*large, *small, score, lost)]
     run = write_run(tmp_path / "run", [*large, *small, score], planned=pack_cells(planned))
-    page, *_ = write_report([run], tmp_path / "out")
+    page = load([run]).report(tmp_path / "out")
     text = page.read_text(encoding="utf-8")
     assert "7 of 11 records were read, those of the 1 panels with most curves; attn-zoo status says what failed" in text
     assert "11 of 12 cells; left" in text

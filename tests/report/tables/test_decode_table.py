@@ -16,14 +16,14 @@ import pytest
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
-from attn_zoo.report.figures.all_figures import Picture, make_pictures
+from attn_zoo.report.figures.all_figures import Picture
 from attn_zoo.report.figures.scaling_curves import _growth_words
 from attn_zoo.report.pages.findings import explanation, findings, headline, memory_findings, panel_findings
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_latex, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import DOUBLINGS, roof, scaling, write_run
+from tests.report.synthetic import DOUBLINGS, pictures_of, roof, scaling, write_run
 
 DECODE: dict[str, Any] = {"kind": "decode", "pass_": "decode", "is_causal": True, "batch_size": 4}
 
@@ -149,7 +149,7 @@ def roofline(path: Path, flops: dict[str, int], lengths: Sequence[int] = DOUBLIN
         for record in tokens()
         if (name := record.cell.variant) in flops
     ]
-    found = make_pictures(analyse([write_run(path, records, ceilings=[roof()])]))
+    found = pictures_of(analyse([write_run(path, records, ceilings=[roof()])]))
     (picture,) = (each for each in found if each.name.startswith("roofline"))
     assert_legible(picture.figure)
     return picture

@@ -10,14 +10,13 @@ from itertools import pairwise
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.figures.roofline import MOST_BESIDE
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
-from tests.report.synthetic import DOUBLINGS, MACHINE, costed, roof, scaling, write_run, zoo
+from tests.report.synthetic import DOUBLINGS, MACHINE, costed, pictures_of, roof, scaling, write_run, zoo
 
 
 def exact_and_half(**cell):
@@ -87,7 +86,7 @@ def test_of_a_formula_without_its_backward_nothing_is_said(tmp_path):
     full, other = exact_and_half(pass_="bwd")
     analysis = analysed(tmp_path, [full, replace(other, backward_ratio=None)])
     assert list(analysis.panels[0].efficiency) == ["full"]
-    assert any(picture.name.startswith("roofline") for picture in make_pictures(analysis))
+    assert any(picture.name.startswith("roofline") for picture in pictures_of(analysis))
     none = analyse([write_run(tmp_path / "none", [replace(full, backward_ratio=None)], ceilings=[roof()])])
     assert efficiency_table(none) is None
 

@@ -8,13 +8,12 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.compare import compare
-from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.exchange_tables import exchange_table
 from attn_zoo.report.tables.score_tables import accuracy_table
 from attn_zoo.report.verify import verify
 from tests.report.figures.legible import assert_legible
-from tests.report.synthetic import CLAIMS, accuracy, exchanged, write_run
+from tests.report.synthetic import CLAIMS, accuracy, exchanged, pictures_of, write_run
 
 SCORES = {"full": (0.50, 0.52, 0.48), "bigbird": (0.49, 0.50, 0.48), "linformer": (0.21, 0.20, 0.25)}
 ERRORS = {"full": 1e-7, "bigbird": 0.05, "linformer": 0.8}
@@ -84,7 +83,7 @@ def test_a_mechanism_that_failed_has_its_word(tmp_path):
 
 
 def test_figures_of_exchanges_are_legible_and_say_what_they_show(tmp_path):
-    found = make_pictures(analysis(tmp_path, records()))
+    found = pictures_of(analysis(tmp_path, records()))
     assert [picture.name.partition("-")[0] for picture in found] == ["accuracy", "exchange"]
     for picture in found:
         assert_legible(picture.figure)
@@ -94,7 +93,7 @@ def test_figures_of_exchanges_are_legible_and_say_what_they_show(tmp_path):
 
 
 def test_one_mechanism_alone_draws_no_figure(tmp_path):
-    names = [picture.name for picture in make_pictures(analysis(tmp_path, records()[:3]))]
+    names = [picture.name for picture in pictures_of(analysis(tmp_path, records()[:3]))]
     assert not any(name.startswith("exchange-") for name in names)
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from attn_zoo.api import load
 from attn_zoo.records import Memory, Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
-from attn_zoo.report.export import export, load_runs
-from attn_zoo.report.figures.all_figures import make_pictures
+from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import panel_findings
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.table import MISSING, Table
 from attn_zoo.report.tables.time_tables import measurement_table, step_table
-from tests.report.synthetic import scaling, write_run, zoo
+from tests.report.synthetic import pictures_of, scaling, write_run, zoo
 
 STEP: dict[str, Any] = {
     "scope": "model",
@@ -105,7 +105,7 @@ def test_a_compiled_step_says_so_and_is_not_pooled_with_an_eager_one_of_its_name
         ("full", "eager", "100 ms"),
     ]
     alone = write_run(tmp_path / "alone", [fast, scaling("full", 1024)])
-    assert set(load_runs([alone])["label"]) == {"full"}, "nothing to tell apart"
+    assert set(load([alone]).frame["label"]) == {"full"}, "nothing to tell apart"
 
 
 def test_what_failed_or_was_not_measured_is_no_number(tmp_path: Path):
@@ -164,7 +164,7 @@ def test_what_a_mechanism_claims_is_not_said_of_the_model_around_it(tmp_path: Pa
     growth = analysis.panels[0].time
     assert all(found.claimed is None and found.exponent is not None for found in growth.values())
     assert analysis.panels[0].baseline is not None, "exact all the same"
-    pictures = make_pictures(analysis)
+    pictures = pictures_of(analysis)
     assert not any("claimed" in picture.alt for picture in pictures)
 
 

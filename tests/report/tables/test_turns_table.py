@@ -12,14 +12,13 @@ from rich.console import Console
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.figures.all_figures import make_pictures
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
 from attn_zoo.report.tables.table import to_terminal
 from attn_zoo.report.tables.time_tables import measurement_table, turns_table
 from tests.report.figures.legible import words
-from tests.report.synthetic import scaling, write_run
+from tests.report.synthetic import pictures_of, scaling, write_run
 
 ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
 
@@ -122,7 +121,7 @@ def test_a_crossing_is_that_of_the_same_rounds(tmp_path: Path):
     out = io.StringIO()
     to_terminal(table, Console(file=out, width=46, color_system=None))
     assert [line.split()[-1] for line in out.getvalue().splitlines() if " time " in line] == ["full", "other"]
-    (time,) = [picture for picture in make_pictures(analysis) if picture.name.startswith("time-")]
+    (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
     assert "cheaper than full: from 2k or less" in words(time.figure)
 
 
@@ -227,6 +226,6 @@ def test_one_speed_up_has_one_number_on_all_of_a_page(tmp_path: Path):
     front = front_table(analysis)
     assert front is not None
     assert next(row for row in front.texts() if row[0] == "linformer")[1] == "3\u00d7 [3, 3]"
-    picture = next(one for one in make_pictures(analysis) if one.name.startswith("speedup"))
+    picture = next(one for one in pictures_of(analysis) if one.name.startswith("speedup"))
     assert "ratio by rounds, timed in turns; bars: 95 % interval" in words(picture.figure)
     assert "linformer: 3\u00d7 at 2k, 4\u00d7 at 4k" in picture.alt
