@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_zoo.api import check, compare, history, load, run
+    from attn_zoo.api import check, load, run
     from attn_zoo.attention import (
         AbstractAttention,
         AbstractMixer,
@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
     from attn_zoo.packed_run import share
     from attn_zoo.registry import VariantConfig, load_file, register_attention, register_mixer, register_task
+    from attn_zoo.report.compare import compare
+    from attn_zoo.report.history import history
     from attn_zoo.report.verify import verify
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "api": ("check", "compare", "history", "load", "run"),
+    "api": ("check", "load", "run"),
     "attention": (
         *("AbstractAttention", "AbstractMixer", "BuildContext", "Mixed"),
         *("build_attention", "build_mixer", "describe", "list_variants"),
@@ -42,6 +44,8 @@ _HOME = {
     "metadata": ("Capabilities", "Complexity", "Reference", "Shape"),
     "packed_run": ("share",),
     "registry": ("VariantConfig", "load_file", "register_attention", "register_mixer", "register_task"),
+    "report.compare": ("compare",),
+    "report.history": ("history",),
     "report.verify": ("verify",),
 }
 """What each module gives."""

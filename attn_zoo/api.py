@@ -25,8 +25,6 @@ from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, sug
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
     from attn_zoo.matrix.plan.expand import Plan
-    from attn_zoo.report.compare import Comparison
-    from attn_zoo.report.history import History
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
@@ -59,39 +57,6 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
         else:
             read_source(path)
     return Run(paths)
-
-
-def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
-    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
-
-    Args:
-        a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
-        b: likewise.
-        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
-        limit: share by which b may be worse; by default a tenth.
-
-    Raises:
-        ConfigError: nothing of the kind, or the environments differ and that was not allowed.
-        UnknownNameError: no such thing to allow.
-    """
-    from attn_zoo.report.compare import LIMIT
-    from attn_zoo.report.compare import compare as compare_runs
-
-    return compare_runs(a, b, allow=_listed(allow), limit=LIMIT if limit is None else limit)
-
-
-def history(
-    folder: str | Path,
-    *,
-    variants: Iterable[str] | str = (),
-    pass_: str | None = None,
-    seq_len: int | None = None,
-    most: int = 30,
-) -> History:
-    """Return the times of a results folder over the commits that changed it; see `attn_zoo.report.history.history`."""
-    from attn_zoo.report.history import history as history_of
-
-    return history_of(str(folder), variants=_listed(variants), pass_=pass_, seq_len=seq_len, most=most)
 
 
 def run(

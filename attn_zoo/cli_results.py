@@ -87,11 +87,12 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs, times, memory, errors and scores: how far apart, and whether they agree within intervals."""
+    from attn_zoo.report.compare import compare as compare_runs
     from attn_zoo.report.tables.table import to_terminal
     from attn_zoo.report.units import MOST_LINES
 
     also = ["environment"] if allow_other_env else []
-    found = api.compare(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
+    found = compare_runs(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
     tables = found.tables(most=MOST_LINES)
     if as_json:
         console.print_json(found.rows)
@@ -217,9 +218,10 @@ def history(
 ) -> None:
     """Show the times of a results folder over the commits that changed it, with intervals."""
     from attn_zoo.report.figures.svg import save_figure
+    from attn_zoo.report.history import history as history_of
     from attn_zoo.report.tables.table import to_terminal
 
-    found = api.history(folder, variants=variant or (), pass_=pass_, seq_len=length, most=last)
+    found = history_of(folder, variants=variant or (), pass_=pass_, seq_len=length, most=last)
     if out is not None:
         save_figure(found.page().figure, out)
     if as_json:

@@ -231,23 +231,24 @@ def _severity(row: Row) -> tuple[int, float]:
     return (1 if is_larger and row["verdict"] in {"same", "cannot say"} else order.index(row["verdict"])), -size
 
 
-def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] = (), limit: float = LIMIT) -> Comparison:
-    """Compare the run in b with the reference in a; whatever the version of the variants' sources.
+def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:
+    """Compare the run in b with the reference in a: time and memory of each cell, and scores, with verdicts about b.
 
     Args:
         a: results folder, packed run, export, `REV:FOLDER` of a git repository, or JSON of pytest-benchmark.
         b: likewise.
-        allow: of `ALLOWED`.
-        limit: see `Comparison`.
+        allow: what to compare all the same: `"environment"`, `"protocol"`, `"flagged"`.
+        limit: share by which b may be worse; by default a tenth.
 
     Raises:
         ConfigError: nothing of the kind, or the environments differ and that was not allowed.
-        UnknownNameError: `allow` has a word that is none of `ALLOWED`.
+        UnknownNameError: no such thing to allow.
         ValueError: the limit is negative.
     """
+    limit = LIMIT if limit is None else limit
     if limit < 0:
         raise ValueError(f"limit: expected at least 0, a share; got {limit:g}")
-    allowed = set(allow)
+    allowed = {allow} if isinstance(allow, str) else set(allow)
     for word in sorted(allowed - set(ALLOWED)):
         raise UnknownNameError("allowance", word, ALLOWED, f"there are {', '.join(ALLOWED)}")
     sides = _read(a, allowed), _read(b, allowed)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -112,7 +113,12 @@ class History:
 
 
 def history(
-    folder: str, *, variants: Iterable[str] = (), pass_: str | None = None, seq_len: int | None = None, most: int = 30
+    folder: str | Path,
+    *,
+    variants: Iterable[str] | str = (),
+    pass_: str | None = None,
+    seq_len: int | None = None,
+    most: int = 30,
 ) -> History:
     """Return the times of a results folder over the commits that changed its records.
 
@@ -127,13 +133,13 @@ def history(
         ConfigError: no commit of it holds times.
         UnknownNameError: no commit timed such a variant, pass or length.
     """
-    folder = os.path.relpath(folder)
-    log = commits(folder, most)
+    here = os.path.relpath(folder)
+    log = commits(here, most)
     rows: list[dict[str, Any]] = []
     cells: list[Cell] = []
     for commit in log:
         try:
-            results = read_results([f"{commit.digest}:{folder}"])
+            results = read_results([f"{commit.digest}:{here}"])
         except ConfigError:
             continue  # of a commit that took the folder away, or of a folder that a newer version wrote
         for one in timed_cells(results, set()).values():
@@ -150,11 +156,11 @@ def history(
                 cells.append(one.cell)
     if not rows:
         why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"
-        raise ConfigError("history", [("", f"{folder}: {why}")])
+        raise ConfigError("history", [("", f"{here}: {why}")])
     for row, label in zip(rows, distinct_labels(cells, has_versions=False), strict=True):
         row["label"] = label
     rows = _chosen(rows, "pass", pass_)
-    wanted = set(variants)
+    wanted = {variants} if isinstance(variants, str) else set(variants)
     labels = sorted({row["label"] for row in rows})
     for name in sorted(wanted - set(labels)):
         raise UnknownNameError("variant", name, labels, f"the commits timed {', '.join(labels)}")
