@@ -70,7 +70,6 @@ class UnknownNameError(AttnZooError):
     def __init__(self, kind: str, name: str, known: Sequence[str], see: str = "") -> None:
         self.kind = kind
         self.name = name
-        self.known = tuple(known)
         self.matches = near_matches(name, known)
         hint = f"  ({see})" if see else ""
         super().__init__(f"unknown {kind} {name!r}{suggestion(name, known)}{hint}")

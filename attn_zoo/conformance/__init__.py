@@ -5,7 +5,7 @@ subset that runs before anything is timed. `measure_complexity(name)` measures h
 length grow. None of them knows any variant by name.
 """
 
-from attn_zoo.conformance.check import Check, CheckResult, Outcome
+from attn_zoo.conformance.check import CheckResult
 from attn_zoo.conformance.checks.all_checks import CHECKS
 from attn_zoo.conformance.checks.complexity import Growth, MeasuredComplexity, measure_complexity
 from attn_zoo.conformance.gate import GATE_CHECKS, gate, gate_model
@@ -15,12 +15,10 @@ from attn_zoo.conformance.runner import run_checks
 __all__ = [
     "CHECKS",
     "GATE_CHECKS",
-    "Check",
     "CheckResult",
     "FirstCall",
     "Growth",
     "MeasuredComplexity",
-    "Outcome",
     "check_output",
     "gate",
     "gate_model",

@@ -20,6 +20,7 @@ import torch
 BATCH_S = 0.02
 """Calls queued between two looks at the clock take about this long."""
 
+NUM_WINDOWS = 3
 PHASE_S = 0.033
 """Each window is longer than the one before by a third of the counter's slowest period."""
 
@@ -35,14 +36,7 @@ _THROTTLES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clocks:
-    """State of the GPU at one moment; None where NVML does not tell.
-
-    Args:
-        sm_mhz: of the multiprocessors.
-        temperature_c: of the chip.
-        power_w: drawn.
-        throttles: why it is slowed down, if it is.
-    """
+    """State of the GPU at one moment; None where NVML does not tell."""
 
     sm_mhz: float | None
     temperature_c: float | None
@@ -150,20 +144,12 @@ def energy_of_call(
     *,
     device: torch.device | str,
     window_s: float = 2.0,
-    num_windows: int = 3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float | None:
     """Return the joules of one call, idling included, from NVML's counter, or None where it cannot be read.
 
-    They are the median of `num_windows` windows of at least `window_s`, in which the call is repeated; the lengths of
-    these differ by a third of the counter's slowest period, so that errors at the edges do not repeat.
-
-    Args:
-        call: to measure, warmed up.
-        device: a CUDA device.
-        window_s: shortest window; below a second the counter is too coarse.
-        num_windows: at least one.
-        clock: seconds.
+    They are the median of `NUM_WINDOWS` windows of at least `window_s`, in which the call, which is warm, is repeated;
+    the lengths of these differ by a third of the counter's slowest period, so that errors at the edges do not repeat.
     """
     connection = _connect(device)
     if connection is None:
@@ -179,7 +165,7 @@ def energy_of_call(
     repeat(1)
     per_batch = max(1, int(BATCH_S / max(clock() - started, 1e-6)))
     joules: list[float] = []
-    for window in range(num_windows):
+    for window in range(NUM_WINDOWS):
         before, started, num_calls = _counter_mj(nvml, handle), clock(), 0
         while num_calls == 0 or clock() - started < window_s + PHASE_S * window:
             repeat(per_batch)

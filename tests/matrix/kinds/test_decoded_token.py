@@ -19,7 +19,7 @@ from attn_zoo import VariantConfig, build_attention, build_mixer, register_atten
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.claimed_costs import build_context, claims, form_of
-from attn_zoo.matrix.kinds import read_tokens
+from attn_zoo.matrix.kinds import decoded_token
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.kinds.decoded_token import DecodeWorkload, _Steps
 from attn_zoo.matrix.kinds.one_call import make_module
@@ -474,4 +474,4 @@ def test_tokens_on_a_gpu_are_timed_on_the_gpu_alone(monkeypatch, name, pass_):
 def test_capture_has_room_for_the_steps_of_its_graphs():
     from attn_zoo.measure.stopwatch import NUM_WARMUP, SEVERAL
 
-    assert read_tokens.CAPTURED_STEPS >= 2 * (NUM_WARMUP + SEVERAL)
+    assert decoded_token.CAPTURED_STEPS >= 2 * (NUM_WARMUP + SEVERAL)
