@@ -81,13 +81,7 @@ def diagnose_backends(
     left_s: Callable[[], float] = lambda: math.inf,
     say: Callable[[str], object] = lambda _: None,
 ) -> list[tuple[str, str, str]]:
-    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only.
-
-    Args:
-        device: to try them on.
-        left_s: tells how many seconds are left.
-        say: told of each before it is tried.
-    """
+    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
     heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)

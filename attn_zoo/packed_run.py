@@ -155,13 +155,7 @@ def _archive(revision: str, inner: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """One commit of a repository.
-
-    Args:
-        digest: 40 hexadecimal digits.
-        date: ISO 8601, of the committer.
-        subject: first line of the message.
-    """
+    """One commit of a repository."""
 
     digest: str
     date: str
@@ -169,12 +163,7 @@ class Commit:
 
 
 def commits(folder: str, most: int) -> list[Commit]:
-    """Return the commits that changed the records of a results folder of the git repository here, oldest first.
-
-    Args:
-        folder: as seen from here.
-        most: of them, the latest.
-    """
+    """Return the latest commits that changed the records of a folder of the git repository here, oldest first."""
     records = [f"./{folder}/{name}" for name in ("run.json", "cells")]
     log = _git("log", f"--max-count={most}", "--format=%H%x1f%cI%x1f%s%x1e", "--", *records).decode(errors="replace")
     found = [entry.strip().split("\x1f", 2) for entry in log.split("\x1e") if entry.strip()]

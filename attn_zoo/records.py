@@ -110,11 +110,7 @@ class Pass:
     is_one_token: bool = False
 
     def num_forwards(self, backward_ratio: float) -> float:
-        """Return how many forwards the pass is worth.
-
-        Args:
-            backward_ratio: a backward over a forward, of FLOPs or of bytes.
-        """
+        """Return how many forwards the pass is worth; the ratio is of FLOPs or of bytes."""
         return self.forwards + backward_ratio * self.backwards
 
 
@@ -472,10 +468,6 @@ class Ceilings(Json):
 
     def floor_s(self, flops: float, num_bytes: float) -> float:
         """Return the shortest time that so much work can take: arithmetic and traffic overlap, the longer one counts.
-
-        Args:
-            flops: useful operations.
-            num_bytes: that must move: inputs read once, outputs written once.
 
         >>> roof = Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=1e11, copy_bytes_per_s=1e10)
         >>> roof.floor_s(2e9, 1e6), roof.floor_s(2e9, 1e9)

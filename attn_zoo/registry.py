@@ -190,12 +190,7 @@ class Variant:
         return shape.io_bytes(itemsize) + weights
 
     def step_bytes(self, shape: Shape, itemsize: int) -> int | None:
-        """Return the bytes that one decoded token must move at least; None where no formula says what its state is.
-
-        Args:
-            shape: of `key_len` tokens before it.
-            itemsize: bytes of a number.
-        """
+        """Return the bytes that one decoded token must move at least; None where no formula says what its state is."""
         of_state = self.complexity.step_bytes or self.complexity.state_bytes
         if of_state is None:
             return None
@@ -562,11 +557,6 @@ _OWN = "option_"
 
 def make_config(config: type[_Config], options: Mapping[str, Any], source: str) -> _Config:
     """Return `config(**options)`, checked: all unknown options and wrong types are reported at once.
-
-    Args:
-        config: a frozen dataclass.
-        options: values by option name.
-        source: what the message starts with, such as `"linformer"`.
 
     Raises:
         ConfigError: one problem per wrong option, with near matches for unknown ones.

@@ -242,16 +242,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a file was written from.
-
-    Args:
-        filename: of the cell.
-        root: text of the statement that registers.
-        folder: of the notebook or script.
-        namespace: of what was typed.
-        names: that the file binds.
-        values: of these, as they were then.
-    """
+    """What a file was written from."""
 
     filename: str
     root: str
@@ -268,11 +259,6 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
     """Write what registers a class, and all it needs, to a file of its own; return the path.
 
     Beside it are copies of the modules that it imports from beside the notebook or script.
-
-    Args:
-        owner: the class.
-        frame: that registers it.
-        name: of the variant or task.
 
     Raises:
         ConfigError: its text, or that of something it needs, is not known: it came from `exec`, for instance.

@@ -103,10 +103,6 @@ def whole_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     The file and its folder are synced to disk. A killed process may leave a hidden file `.<name>-*.tmp`.
 
-    Args:
-        path: of the finished file; folders above it are made.
-        replace: whether a file of that name may be overwritten.
-
     Raises:
         FolderError: the file exists or its folder cannot be written (before the block), or the disk is full.
     """

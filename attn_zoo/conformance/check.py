@@ -15,12 +15,7 @@ Outcome = Literal["passed", "refused", "failed", "error", "not_applicable"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found about one form of a variant.
-
-    Args:
-        outcome: as in `CheckResult`.
-        message: one sentence, may be empty.
-    """
+    """What one check found about one form of a variant; the message may be empty."""
 
     outcome: Outcome
     message: str = ""
@@ -57,14 +52,7 @@ class Violation(Exception):  # noqa: N818 - a finding, caught by the runner; nev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One named promise.
-
-    Args:
-        name: what users type and reports print.
-        summary: the promise, in one line.
-        run: looks for a violation; raises `Violation` with a minimal example, or says what it found.
-        forms: which forms of a variant it is about.
-    """
+    """One named promise: `run` raises `Violation` with a minimal example, or says what it found."""
 
     name: str
     summary: str

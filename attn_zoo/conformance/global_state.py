@@ -23,14 +23,7 @@ TORCH_GENERATOR = "torch's random generator"
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One of a process.
-
-    Args:
-        name: in words.
-        read: returns its value, which can be compared.
-        write: puts a value back.
-        is_shown: whether the value says anything to a reader.
-    """
+    """One of a process; `is_shown` where its value says anything to a reader."""
 
     name: str
     read: Callable[[], Any]

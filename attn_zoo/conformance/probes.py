@@ -83,9 +83,7 @@ SLOPE_ERRORS = {torch.float64: 1e-3, torch.float32: 0.01, torch.bfloat16: 0.15, 
 def probe(first: FirstCall, *, is_known: bool = False) -> tuple[str, ...]:
     """Probe a cell whose first call drew nothing at random; return the names of what was checked.
 
-    Args:
-        first: the first call; its module is left as it was.
-        is_known: rows of the output were compared with exact attention, so that only its gradients are in question.
+    With `is_known`, rows of the output were compared with exact attention: only its gradients are in question.
 
     Raises:
         GateError: a probe found something wrong.
@@ -111,9 +109,6 @@ def _repeats(first: FirstCall) -> bool:
 @torch.no_grad()
 def probe_dropout(first: FirstCall) -> tuple[str, ...]:
     """Probe a cell whose first call dropped something; return the names of what was checked.
-
-    Args:
-        first: the first call, in training mode; its module is left so.
 
     Raises:
         GateError: a probe found something wrong.

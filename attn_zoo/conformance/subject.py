@@ -183,14 +183,7 @@ def gradients(
     run: Callable[[Module, Inputs], tuple[Tensor, ...]] = results,
     weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Gradients:
-    """Return output and gradients of one call.
-
-    Args:
-        module: of the subject.
-        inputs: of the call.
-        run: `results` or `reference_results`.
-        weigh: makes the scalar from the output; by default `objective` of all results.
-    """
+    """Return output and gradients of one call; `weigh` makes the scalar, by default `objective` of all results."""
     inputs = inputs.leaves()
     parameters = {f"parameter {name}": value for name, value in module.named_parameters() if value.requires_grad}
     leaves = {**dict(zip(inputs.names, inputs.tensors, strict=True)), **parameters}

@@ -125,11 +125,6 @@ def running_tolerance(scale: float, num_terms: int, dtype: torch.dtype) -> float
     """Return the tolerance of a sum that is kept in its working dtype: each addition rounds it, by chance up or down.
 
     So are gradients of weights that a recurrence uses at every step.
-
-    Args:
-        scale: largest value of the true result.
-        num_terms: length of the sum.
-        dtype: working type.
     """
     return _allowance.get() * torch.finfo(dtype).eps * 0.5 * math.sqrt(num_terms) * scale
 

@@ -53,14 +53,7 @@ def ask_python(
     request: bytes = b"",
     should_stop: Callable[[], bool] = lambda: False,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run Python in a session of its own and return what it said.
-
-    Args:
-        arguments: of Python.
-        environment: of the child.
-        limit_s: seconds after which it is ended.
-        request: its standard input.
-        should_stop: asked several times a second; True ends it.
+    """Run Python in a session of its own, for `limit_s` and until `should_stop` says so; return what it said.
 
     Raises:
         subprocess.TimeoutExpired: it had to be ended; holds what it had said by then.

@@ -62,12 +62,7 @@ def is_elsewhere(name: str) -> bool:
 
 
 def own_files(source: Path, folder: Path | None = None) -> dict[str, Path]:
-    """Return a plain file and what it imports from beside it, by their names from its folder on.
-
-    Args:
-        source: the file.
-        folder: that it counts as lying in; by default where it does.
-    """
+    """Return a plain file and what it imports from beside it, by their names from `folder` on, by default its own."""
     folder = folder or source.parent
     found = {source.name: source}
     waiting = [source]

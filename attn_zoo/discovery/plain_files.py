@@ -151,13 +151,8 @@ def _hint(path: Path, said: str) -> str:
 def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT_TIMEOUT_S) -> None:
     """Import a plain Python file under a name of its own, and what it imports from beside it.
 
-    A second time does nothing, unless one of these files was changed since.
-
-    Args:
-        path: of the file.
-        guard: put around the import.
-        timeout_s: how long the import may take, tried in a child process first; None for a process that is itself
-            expendable, which then needs no trial.
+    A second time does nothing, unless one of these files was changed since. `guard` is put around the import;
+    `timeout_s` is that of `registry.load_file`.
 
     Raises:
         ConfigError: the file is missing, or raises, exits or hangs when imported; or the guard refuses it.

@@ -71,11 +71,6 @@ def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list
 def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailure]:
     """Import every module of the package named `group`, then every entry point in the group of the same name.
 
-    Args:
-        group: `"attn_zoo.variants"` or `"attn_zoo.tasks"`.
-        guard: put around each foreign provider.
-        timeout_s: how long one foreign module may take to import.
-
     Returns:
         What failed to load, with reasons.
     """

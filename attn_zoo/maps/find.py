@@ -45,11 +45,7 @@ def _cell_of(path: Path) -> Cell | None:
 
 
 def find_weights(folder: Path, pattern: str | None = None) -> Path:
-    """Return the one file of weights that is meant.
-
-    Args:
-        folder: results folder of a run.
-        pattern: of a cell's id, such as `full/*/seed0`, or its key; None where the folder has one cell only.
+    """Return the one file of weights that is meant by a pattern of an id, such as `full/*/seed0`, or by a key.
 
     Raises:
         ConfigError: the folder keeps no weights, or more than one cell is meant; the message lists them.

@@ -33,12 +33,7 @@ Pool = Literal["max", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Positions of one sequence, in bins of equally many.
-
-    Args:
-        symbols: a name for each position.
-        width: positions in a bin; the last one may have fewer.
-    """
+    """Positions of one sequence, in bins of `width`; the last one may have fewer."""
 
     symbols: tuple[str, ...]
     width: int = 1

@@ -66,15 +66,7 @@ def position_map(
     dim: int = 64,
     data_dir: Path | None = None,
 ) -> Figure:
-    """Return the figure of the positions of a trained model, or of a kind of positions as a model starts with them.
-
-    Args:
-        folder: results folder of a run that kept its weights; None draws `kind`.
-        pattern: which cell of the folder.
-        kind: of positions, without a folder.
-        length: positions, without a folder.
-        dim: E, without a folder.
-        data_dir: where tasks find local data.
+    """Return the figure of the positions of a trained model, or, without a folder, of a kind as a model starts with it.
 
     Raises:
         ConfigError: no weights are kept, or a size is not positive.

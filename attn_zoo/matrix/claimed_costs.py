@@ -97,12 +97,7 @@ def call_shape(cell: Cell) -> Shape:
 
 
 def forward_flops(cell: Cell, shape: Shape) -> float:
-    """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent.
-
-    Args:
-        cell: of the variant.
-        shape: `call_shape` of the cell.
-    """
+    """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent."""
     variant = variants[cell.variant]
     try:
         flops = _remembered(variant.flops, shape)

@@ -25,11 +25,7 @@ def num_failed() -> int:
 def capturing(graph: Any, stream: Any, *, pool: Any = None, cuda: Any = torch.cuda) -> Iterator[None]:
     """Capture what runs inside, on `stream`, into `graph`. What is raised inside is raised, not what follows from it.
 
-    Args:
-        graph: a `CUDAGraph` of `cuda`.
-        stream: to capture; the current stream of before is restored afterwards.
-        pool: of another graph, to share its memory.
-        cuda: what to use as `torch.cuda`.
+    The current stream of before is restored afterwards. `pool` is of another graph, to share its memory.
     """
     # A capture that fails leaves the generator believing that it goes on, and later random numbers would fail.
     generator = cuda.default_generators[cuda.current_device()]

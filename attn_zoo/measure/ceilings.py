@@ -103,11 +103,6 @@ def measure_ceilings(
     """Measure a large matrix product in each dtype and one large copy, on random data, with the threads torch uses now.
 
     Zeros would flatter a GPU: fewer bits switch, so that it clocks higher.
-
-    Args:
-        device: CPU or CUDA.
-        dtypes: names, such as `"bfloat16"`.
-        budget_s: for each product and for the copy.
     """
     device = torch.device(device)
     copied = _copy_rate(device, budget_s)
@@ -137,12 +132,7 @@ def exceeds_physical(
 ) -> str | None:
     """Return one sentence if a measurement is faster than the hardware can be, and hence wrong; else None.
 
-    Args:
-        device_name: as the driver gives it; one without a data sheet here is never accused.
-        dtype: name of the floating-point type; float32 may be TF32 underneath.
-        seconds: measured.
-        flops: operations really done: for a sparse mechanism not those of the dense one.
-        num_bytes: that must have moved.
+    Operations are those really done: for a sparse mechanism not those of the dense one. Float32 may be TF32 underneath.
     """
     peak = peak_of(device_name)
     if peak is None:

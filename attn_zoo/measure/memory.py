@@ -228,13 +228,7 @@ def memory_of_pass(
     * `reserved_bytes` (GPU): most that the caching allocator held, everything in the process included.
     * `process_bytes` (CPU, Linux): rise of the process's high water over the pass; pages count when touched.
 
-    The gradient that backward starts from belongs to the caller and is not counted.
-
-    Args:
-        forward: computes the output.
-        leaves: inputs and parameters; their gradients are None afterwards.
-        pass_: `"infer"`, `"fwd"`, `"bwd"` or `"fwd_bwd"`.
-        device: where the work runs.
+    The gradient that backward starts from belongs to the caller and is not counted; leaves have none afterwards.
 
     Raises:
         ValueError: see `passes.make_pass`.
@@ -277,7 +271,7 @@ def memory_of_update(
     *,
     device: torch.device | str = "cpu",
 ) -> Memory:
-    """Measure the memory of a call that changes what is held in place, such as a training step.
+    """Measure the memory of a call that changes in place what is `held` between calls, such as a training step.
 
     It runs once before, so that what it keeps between two calls (gradients, averages) is there already; that run is
     watched for what its graph saves.
@@ -288,11 +282,6 @@ def memory_of_update(
     * `saved_bytes`: storages that its graph holds when its backward begins, weights and data included; the most, where
       it has several backwards.
     * `reserved_bytes`, `process_bytes`: as for `memory_of_pass`. `output_bytes` is not known.
-
-    Args:
-        update: makes one update.
-        held: returns the tensors that live from one update to the next.
-        device: where the work runs.
 
     Raises:
         torch.OutOfMemoryError: the device has too little memory.

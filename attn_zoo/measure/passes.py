@@ -68,11 +68,6 @@ def make_pass(
     The gradient that backward starts from is made once, in the first call. Graph-free means `torch.no_grad`, not
     `inference_mode`: tensors that a module caches in its first call must stay usable for training.
 
-    Args:
-        forward: computes the output.
-        leaves: inputs and parameters.
-        pass_: which pass.
-
     Raises:
         ValueError: see `require_leaves`; or the output does not depend on the leaves.
     """

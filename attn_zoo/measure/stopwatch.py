@@ -86,10 +86,6 @@ class HostStopwatch(AbstractStopwatch):
     """The host's monotonic clock; caches stay warm between calls, as they do between the layers of a model.
 
     Releasing what a call returned belongs to the call.
-
-    Args:
-        clock: nanoseconds of wall time.
-        cpu_clock: nanoseconds of processor time of this process, all threads.
     """
 
     name = "perf_counter"
@@ -338,10 +334,7 @@ def _captured(call: Call, setup: Call | None, count: int, stream: Any, cuda: Any
 def _replay_ms(graph: Any, replay_ms: float, cuda: Any) -> float:
     """Return the median over samples of many replays each, all queued before any of them is read.
 
-    Args:
-        graph: to replay.
-        replay_ms: of one replay, no less than it takes; the samples are sized by what a first one says.
-        cuda: what to use as `torch.cuda`.
+    The samples are sized by what a first one says: `replay_ms` is no less than one replay takes.
     """
 
     def sample(count: int, num_replays: int) -> list[float]:

@@ -263,15 +263,8 @@ def sample_in_turns(
     Each round takes one of every member, in a new random order.
 
     A member takes part in every round from the first on, until its own budget is spent, and then leaves: sample k of
-    each member is that of round k. One that raises leaves too; the others go on. A single member takes as many at once
-    as its stopwatch does.
-
-    Args:
-        members: warmed up.
-        seed: of the orders.
-        at: told which member is about to be sampled.
-        failed: told which member raised what. `KeyboardInterrupt` is passed on instead.
-        around: makes a context for the samples of one member; what it raises is that member's.
+    each member is that of round k. One that raises leaves too, but for Ctrl-C; the others go on. A single member
+    takes as many at once as its stopwatch does.
     """
     order, living = random.Random(seed), list(range(len(members)))
     if len(members) > 1:

@@ -203,12 +203,7 @@ class Crossover:
 
 
 def _last_crossings(log_lengths: NDArray[np.float64], gaps: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the log lengths at which gaps turn negative for good; -inf where one always is, +inf if not at the end.
-
-    Args:
-        log_lengths: ascending.
-        gaps: `[lengths, resamples]`.
-    """
+    """Return where gaps `[lengths, resamples]` turn negative for good; -inf where always, +inf if not at the end."""
     gaps = np.where(np.abs(gaps) < ROUNDING, 0.0, gaps)
     last, every = len(gaps) - 1, np.arange(gaps.shape[1])
     left = last - np.argmax(gaps[::-1] >= 0, axis=0)

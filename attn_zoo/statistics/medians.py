@@ -39,11 +39,6 @@ Processes = Sequence[NDArray[np.float64]]
 def _by_process(samples: NDArray[np.float64], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
     """Return the samples of each process; all of them in one where no sizes are given.
 
-    Args:
-        samples: of all processes, one after another.
-        sizes: of each (`Timing.process_sizes`).
-        what: they are, for the message.
-
     Raises:
         ValueError: the sizes do not add up, or samples of several processes are not positive: they need a logarithm.
     """
@@ -57,11 +52,7 @@ def _by_process(samples: NDArray[np.float64], sizes: Sequence[int], what: str) -
 
 
 def _middle(processes: Processes) -> float:
-    """Return the median of the samples of one process, or the geometric mean of the medians of several.
-
-    Args:
-        processes: the samples of each; positive where there are several.
-    """
+    """Return the median of the samples of one process, or the geometric mean of the medians of several."""
     medians = _medians(processes)
     return medians[0] if len(medians) == 1 else float(np.exp(np.mean(np.log(medians))))
 
@@ -88,12 +79,7 @@ class _Draw:
 
 @lru_cache(maxsize=128)  # some 70 KiB each
 def _draws(seed: int | tuple[int, int], *groups: tuple[int, ...]) -> tuple[_Draw, ...]:
-    """Draw the samples of each process with replacement, `NUM_RESAMPLES` times.
-
-    Args:
-        seed: of the draws.
-        groups: how many samples each process took; of several groups one after the other.
-    """
+    """Draw the samples of each process with replacement, `NUM_RESAMPLES` times."""
     rng, draws = np.random.default_rng(seed), []
     for sizes in groups:
         middles = []
@@ -114,11 +100,6 @@ def _resampled_medians(processes: Processes, draw: _Draw, *, is_log: bool = Fals
     The samples of each process are drawn with replacement. With several processes the mean of each draw is also
     multiplied by exp(t s / sqrt(k)): s is the standard deviation of the log medians of the k processes, t of Student's
     distribution with k - 1 degrees of freedom.
-
-    Args:
-        processes: the samples of each; positive where there are several.
-        draw: for processes of these sizes.
-        is_log: return their logarithms; the samples must be positive.
     """
     count, columns = len(processes), []
     for part, (lower, upper, which) in zip(processes, draw.middles, strict=True):
@@ -223,7 +204,7 @@ def _tails(resampled: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def median_interval(samples: Sequence[float], process_sizes: Sequence[int] = ()) -> tuple[float, float]:
-    """Return the 95 % interval of the median that `quartiles` gives.
+    """Return the 95 % interval of the median that `quartiles` gives, of the same arguments.
 
     Of one process it is the percentile bootstrap of its samples: the doubt **within that process only**. A process
     keeps the memory, the clocks and the neighbours it found; another one, or the same a few minutes later, may lie far
@@ -236,10 +217,6 @@ def median_interval(samples: Sequence[float], process_sizes: Sequence[int] = ())
     machine forgets its state within three times the time between two processes; what lasts for a whole run, no interval
     of that run can see.
 
-    Args:
-        samples: in any order within each process; the result does not depend on it.
-        process_sizes: how many samples each process took, in order (`Timing.process_sizes`); empty for one process.
-
     Raises:
         ValueError: there is no sample, or one is not finite, the sizes do not add up, or a sample of several processes
             is not positive.
@@ -250,10 +227,6 @@ def median_interval(samples: Sequence[float], process_sizes: Sequence[int] = ())
 
 def time_summary(samples_ms: Sequence[float], process_sizes: Sequence[int] = ()) -> dict[str, Any]:
     """Return what `Timing` says of its samples: median, quartiles and the 95 % interval of the median, by field.
-
-    Args:
-        samples_ms: raw, in order.
-        process_sizes: how many samples each process took; empty for one process.
 
     Raises:
         ValueError: see `median_interval`.
@@ -337,12 +310,6 @@ def paired_ratios(
     samples_a: Sequence[float], samples_b: Sequence[float], sizes_a: Sequence[int] = (), sizes_b: Sequence[int] = ()
 ) -> tuple[list[float], tuple[int, ...]]:
     """Return the ratios a / b of samples taken in turns, round by round, and how many are of each process.
-
-    Args:
-        samples_a: positive, in the order in which they were taken.
-        samples_b: likewise.
-        sizes_a: samples of each process; empty for one.
-        sizes_b: likewise.
 
     Raises:
         ValueError: see `time_ratio`.

@@ -114,12 +114,6 @@ def wrong_slope(
 
     An output may jump or have a kink (a choice by the data, a rectifier). A difference across one says nothing: it
     changes with its width or bends, and another direction is tried.
-
-    Args:
-        module: in float64.
-        inputs: of the call.
-        found: the gradients of the leaves to move.
-        run: as in `gradients`.
     """
     inputs = inputs.map(torch.Tensor.clone)
     leaves = dict(zip(inputs.names, inputs.tensors, strict=True))

@@ -152,12 +152,7 @@ class Growth:
 class MeasuredComplexity:
     """One row of the table: one direction of a variant under one set of options.
 
-    Args:
-        variant: its name.
-        is_causal: direction.
-        cost: operations of a layer.
-        sequential_ops: operations that wait for each other.
-        max_path: operations between two positions, through as many layers as it takes.
+    They are operations: of a layer, those that wait for each other, those between two positions through all layers.
     """
 
     variant: str

@@ -142,10 +142,7 @@ def _expect_sound_draws(subject: Subject, build: BuildContext, length: int) -> b
 def expect_sound_draws(module: Module, inputs: Inputs, unit: DropoutUnit) -> bool:
     """Check the draws of one sequence at the rate of a module; return whether single ones can be seen.
 
-    Args:
-        module: in attention form; left in training mode.
-        inputs: of a call.
-        unit: that is declared.
+    The module is in attention form, and is left in training mode.
 
     Raises:
         Violation: something else is dropped than is declared.

@@ -74,11 +74,7 @@ def _matches_reference(subject: Subject) -> Finding:
 def _expect_probe(module: Module, truth_module: Module, inputs: Inputs, *, has_slope: bool) -> None:
     """Compare one long output without a graph of the reference: those of dense ones are expensive.
 
-    Args:
-        module: in a working dtype.
-        truth_module: the same in float64.
-        inputs: of the call.
-        has_slope: compare the gradients too, along one direction of all inputs.
+    With `has_slope` the gradients too, along one direction of all inputs. `truth_module` is the same in float64.
     """
     dtype = inputs.tensors[0].dtype
     found = gradients(module, inputs) if has_slope else None

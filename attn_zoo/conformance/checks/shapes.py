@@ -143,12 +143,7 @@ def _expect_empty_batch(subject: Subject, build: BuildContext, length: int) -> N
 
 
 def offset_calls(subject: Subject, build: BuildContext) -> Iterator[Inputs]:
-    """Yield causal calls with other numbers of keys than of queries: a few more, many more, fewer where they are taken.
-
-    Args:
-        subject: to be called.
-        build: of the calls; nothing is yielded where it is not causal or the variant takes no such calls.
-    """
+    """Yield causal calls with other numbers of keys than of queries, where the variant takes such calls."""
     if not (build.is_causal and subject.has_causal_offset):
         return
     one, short, long = subject.fit(1), subject.fit(3), subject.lengths[-1]

@@ -33,9 +33,6 @@ def _busy_s() -> float:
 class Conditions:
     """Watches the block it surrounds. Costs a few reads before and after, nothing in between.
 
-    Args:
-        device: `"cpu"` or `"cuda"`.
-
     Attributes:
         clocks_mhz: of the GPU before and after.
         flags: what was found; see `attn_zoo.report.wording.FLAG_MARKS`.

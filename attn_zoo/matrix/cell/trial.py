@@ -63,14 +63,8 @@ def in_phase(phases: dict[str, float], name: str) -> Iterator[None]:
 class Trial:
     """One timed cell on its way to a record: `prepare`, samples of `sampling`, `end_timing`, `weigh`, `finish`.
 
-    Args:
-        record: of the cell, otherwise empty.
-        make_workload: builds what is timed.
-        budget_s: seconds of sampling.
-        has_energy: also measure energy, where the device tells.
-        has_count: also count FLOPs, where that is cheap.
-        is_repeat: take times only: another process of this run has put this very cell through the gate and weighed it.
-            The output of the first call is checked all the same.
+    One that `is_repeat` takes times only: another process of this run has put this very cell through the gate and
+    weighed it. The output of the first call is checked all the same.
 
     Attributes:
         phases: seconds by what they were spent on.
@@ -111,10 +105,6 @@ class Trial:
 
     def prepare(self, inputs: Sequence[Tensor] | None, make_stopwatch: Callable[[str], AbstractStopwatch]) -> None:
         """Build and check the variant, make the first call, check its output, and warm up.
-
-        Args:
-            inputs: to share with another cell that differs in the variant only.
-            make_stopwatch: for the device.
 
         Raises:
             GateError: the variant is not right, so nothing was timed.
@@ -274,13 +264,6 @@ def measure_bundle(
 
     Where an error has left the device unusable, only the records of failures are returned: for the others another
     process must begin anew.
-
-    Args:
-        records: of the cells, otherwise empty; one length, pass, dtype and so on.
-        trials: of the same cells.
-        seed: of the order in each round.
-        tell: told the index of a cell whenever work on it begins.
-        room_bytes: of memory that could be allocated at the start, for messages.
     """
     if (threads := records[0].cell.threads) is not None:  # the same for all
         torch.set_num_threads(threads)

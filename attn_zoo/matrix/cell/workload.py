@@ -37,9 +37,7 @@ class AbstractWorkload(ABC):
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         """Check what the first call returned or did; return the names of the checks.
 
-        Args:
-            output: of that call.
-            is_repeat: what takes further calls was checked by another process of this run.
+        Of a repeat, what takes further calls was checked by another process of this run.
 
         Raises:
             GateError: it is wrong.

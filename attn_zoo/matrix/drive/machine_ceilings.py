@@ -64,12 +64,7 @@ def measure_missing(
 ) -> None:
     """Measure and store the ceilings that the timings among `items` need and that the folder does not have.
 
-    Args:
-        items: cells to run.
-        store: results folder.
-        environment: digest of this one.
-        say: shows a message.
-        should_stop: asked several times a second; True ends it without a result.
+    `should_stop` is asked several times a second; True ends it without a result.
     """
     subjects = subjects_of(items)
     if not subjects:

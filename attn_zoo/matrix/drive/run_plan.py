@@ -41,15 +41,7 @@ GRACE_S = 30.0
 class Session(Control):
     """Stores records as they come, keeps the time limit, hears Ctrl-C.
 
-    Args:
-        store: where records go.
-        progress: told what happens.
-        time_limit_s: seconds from now, or None.
-        todo: cells without a record.
-        earlier: records that there are already.
-        jobs: trainings at once.
-        repeats: of `todo`, by key.
-        refuse: tells why an environment does not belong here; empty where it does.
+    `todo` are the cells without a record, `repeats` those that they have, `earlier` the records that there are.
 
     Attributes:
         stopped: why no further cell may start, or None.
@@ -474,13 +466,7 @@ def lanes_of(
     records: Mapping[str, Record] | None = None,
     repeats: Mapping[str, Sequence[Record]] | None = None,
 ) -> list[Lane]:
-    """Group runnable cells by repeat and by lane, with all records that their curves have, repeats included.
-
-    Args:
-        left: cells without a record.
-        records: of other cells.
-        repeats: of these, by key.
-    """
+    """Group runnable cells by repeat and by lane, with all records that their curves have, repeats included."""
     runnable = [item for item in left if item.refusal is None]
     if not runnable:
         return []

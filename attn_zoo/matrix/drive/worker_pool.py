@@ -62,11 +62,7 @@ class Settings:
 class WorkerPool:
     """Hands orders to worker processes and accounts for the time around what they measure. Close it, or use `with`.
 
-    Args:
-        settings: of the run.
-        should_stop: asked several times a second while a worker runs; True ends it at once.
-        is_over: tells whether no further cell will be allowed to start.
-        ahead: see `expect`.
+    `should_stop` is asked several times a second while a worker runs; True ends it at once.
     """
 
     def __init__(

@@ -180,13 +180,7 @@ class Accuracy(AbstractKind):
         return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
 
     def measure(self, record: Record, order: WorkOrder, phases: dict[str, float]) -> Record:
-        """Return the record of a cell with what it gave; whatever stops it is raised.
-
-        Args:
-            record: of the cell, otherwise empty.
-            order: what to do.
-            phases: takes the seconds.
-        """
+        """Return the record of a cell with what it gave; whatever stops it is raised."""
         prepare(record.cell, order)
         with in_phase(phases, "training"):
             return train(record, order)
@@ -211,13 +205,7 @@ def prepare(cell: Cell, order: WorkOrder) -> None:
 
 
 def train(record: Record, order: WorkOrder, begin: Callable[[nn.Module], object] | None = None) -> Record:
-    """Train and score the variant of a cell.
-
-    Args:
-        record: of the cell, otherwise empty.
-        order: where files are.
-        begin: is given the model before it is checked and trained.
-    """
+    """Train and score the variant of a cell; `begin` is given the model before it is checked and trained."""
     from attn_zoo.training import run_training  # loads the backbone: only where it trains
 
     cell = record.cell

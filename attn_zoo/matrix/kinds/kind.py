@@ -174,13 +174,7 @@ class AbstractKind(ABC):
 
     @abstractmethod
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
-        """Yield all cells of a group, refused where they cannot run; what they will take is not said yet.
-
-        Args:
-            group: of the model that this kind names.
-            members: the entries of the group.
-            data_dir: where tasks find local data.
-        """
+        """Yield all cells of a group, refused where they cannot run; what they will take is not said yet."""
 
     def estimate(self, item: PlannedCell) -> Estimate | None:  # noqa: ARG002
         """Return the rough cost of one repeat of a cell that is not refused; here nothing is known."""
@@ -203,11 +197,8 @@ class AbstractKind(ABC):
     ) -> list[Record]:
         """Run the cells of an order in this process; every exception but Ctrl-C becomes a status of its cell.
 
-        Args:
-            order: what to do.
-            records: of its cells, otherwise empty.
-            tell: told the index of a cell whenever work on it begins, for whoever has to know after a crash.
-            room_bytes: of memory that could be allocated at the start, for messages.
+        `records` are of the cells, otherwise empty; `tell` is told the index of a cell whenever work on it begins, for
+        whoever has to know after a crash; `room_bytes` could be allocated at the start.
 
         Returns:
             A record of each cell; of failures only, where one of them left the device unusable.

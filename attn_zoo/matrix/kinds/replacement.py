@@ -218,17 +218,7 @@ def trained_weights(cell: Cell, order: WorkOrder) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Before:
-    """A trained model and what it scores.
-
-    Args:
-        task: with its data.
-        model: as it was selected.
-        test: the split.
-        validation: the split.
-        value: on test, with its own mechanism.
-        marks: fields of a score: its floors and references.
-        group_floors: of groups of the test set.
-    """
+    """A trained model and what it scores on test; `marks` are fields of a score: its floors and references."""
 
     task: AbstractTask
     model: nn.Module
@@ -337,10 +327,7 @@ def with_equal_weights(model: nn.Module) -> nn.Module:
 def give_weights(trained: nn.Module, model: nn.Module, *, is_same: bool) -> int:
     """Copy what a model was trained to into one with another mechanism, but for what belongs to the mechanism.
 
-    Args:
-        trained: the model.
-        model: like it but for its mixers.
-        is_same: the mechanism is the same, and keeps its own weights too.
+    One that `is_same` keeps its own weights too.
 
     Returns:
         The number of parameters that stay as drawn.

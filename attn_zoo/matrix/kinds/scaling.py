@@ -77,18 +77,7 @@ class Scaling(TimedCallKind):
 
 @dataclass(frozen=True, kw_only=True)
 class CallWorkload(AbstractWorkload):
-    """One call of the variant.
-
-    Args:
-        cell: of which this is the work.
-        module: the variant.
-        forward: one call, without arguments.
-        inputs: of that call.
-        key_padding_mask: of that call, or None.
-        leaves: inputs and parameters that take gradients.
-        build: what the module was built for.
-        kept: what the first call gave, a few rows of it, where no call draws anything at random.
-    """
+    """One call of the variant; `kept` has some rows of what the first gave, where none draws anything at random."""
 
     cell: Cell
     module: AbstractAttention | AbstractMixer

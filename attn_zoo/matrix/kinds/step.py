@@ -156,9 +156,6 @@ def _refusal(cell: Cell) -> Refusal | None:
 class StepWorkload(AbstractWorkload):
     """One training step.
 
-    Args:
-        cell: of scope `"model"`.
-
     Raises:
         UnsupportedError: the variant, or training itself, refuses what the cell asks.
     """

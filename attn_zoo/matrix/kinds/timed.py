@@ -75,10 +75,8 @@ def seconds_of_calls(record: Record) -> float:
 class TimedForecast(Forecast):
     """From a shorter length of the same curve, whose calls grow by the claimed exponent; or the estimate of the plan.
 
-    Short calls are a small part of their cell: the rest, such as checks and the seconds of sampling, does not grow.
-
-    Args:
-        growing: returns the seconds of a cell that grow.
+    Short calls are a small part of their cell: the rest, such as checks and the seconds of sampling, does not grow;
+    `growing` says what does.
     """
 
     def __init__(self, growing: Callable[[Record], float] = seconds_of_calls) -> None:
@@ -112,11 +110,7 @@ class TimedKind(AbstractKind):
 
     @abstractmethod
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
-        """Build what is timed, and inputs that are the same for the same seed.
-
-        Args:
-            cell: what to build.
-            inputs: of another cell that differs in the variant only, to share instead of drawing the same ones again.
+        """Build what is timed, from the inputs of another variant or from new ones, the same for the same seed.
 
         Raises:
             UnsupportedError: the variant cannot do what the cell asks.

@@ -45,10 +45,7 @@ def _own_package(source: Path, is_plain: bool) -> tuple[str, Path]:
 def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) -> dict[str, Path]:
     """Return the files that decide a result, by names that are the same on every machine.
 
-    Args:
-        source: the variant's file.
-        rooms: `CALL_ROOMS` or `TRAINING_ROOMS`.
-        is_plain: it belongs to no package, and may import what lies beside it.
+    One that `is_plain` belongs to no package, and may import what lies beside it.
     """
     root = Path(attn_zoo.__path__[0])
     own_name, own_folder = _own_package(source, is_plain)

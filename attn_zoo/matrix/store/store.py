@@ -165,12 +165,7 @@ def _followed(earlier: Sequence[Cell], planned: Sequence[Cell]) -> tuple[Cell, .
 
 
 def with_known_data(items: Iterable[PlannedCell], planned: Iterable[Cell]) -> list[PlannedCell]:
-    """Return the items; those whose data are not here with the digest that earlier runs found, for they are the same.
-
-    Args:
-        items: perhaps of tasks that read files.
-        planned: cells of earlier runs.
-    """
+    """Return the items; those without their data here with the digest that earlier runs found: they are the same."""
     known = {_asked(cell): cell.data_digest for cell in planned if cell.data_digest}
 
     def with_data(item: PlannedCell) -> PlannedCell:
@@ -182,13 +177,7 @@ def with_known_data(items: Iterable[PlannedCell], planned: Iterable[Cell]) -> li
 
 
 def asked_before(items: Iterable[PlannedCell], planned: Iterable[Cell], done: Collection[str]) -> list[PlannedCell]:
-    """Return what earlier runs were to make, of all that their matrices say today: they may have been parts of these.
-
-    Args:
-        items: of the whole matrices.
-        planned: cells of earlier runs, perhaps of other sources or data.
-        done: keys of cells that have a record.
-    """
+    """Return what earlier runs were to make, of all that their matrices say today. They may have been parts."""
     items, planned = list(items), list(planned)
     today = {item.cell.key for item in items}
     keys = {cell.key for cell in planned}.union(done)
@@ -200,9 +189,6 @@ def asked_before(items: Iterable[PlannedCell], planned: Iterable[Cell], done: Co
 
 class Store:
     """A results folder. Making the object reads and writes nothing.
-
-    Args:
-        folder: existing or not.
 
     Attributes:
         repeats: those of cells that are not done.

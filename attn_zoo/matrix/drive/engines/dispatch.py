@@ -53,15 +53,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A node of the cluster.
-
-    Args:
-        id: unique.
-        name: for people.
-        num_cpus: that it offers.
-        num_gpus: likewise.
-        may_time: timings may run on it.
-    """
+    """A node of the cluster, what it offers, and whether timings may run on it."""
 
     id: str
     name: str
@@ -177,17 +169,7 @@ def _seconds(piece: Sequence[PlannedCell]) -> float:
 
 
 class Dispatcher:
-    """Runs lanes on a cluster.
-
-    Args:
-        cluster: reaches the machines.
-        lanes: to run.
-        settings: of the run.
-        control: belongs to the driver: nobody else writes.
-        jobs: trainings on one device at once.
-        clock: seconds, for a simulation.
-        patience_s: see `PATIENCE_S`.
-    """
+    """Runs lanes on a cluster; `control` belongs to the driver: nobody else writes."""
 
     def __init__(
         self,

@@ -40,12 +40,7 @@ _ANSWER_S, _LEAVE_S = 30.0, 5.0
 
 
 class _RayCluster(Cluster):
-    """Agents by Ray.
-
-    Args:
-        ray: the module, connected.
-        settings: of the run.
-    """
+    """Agents by Ray."""
 
     def __init__(self, ray: Any, settings: Settings) -> None:
         self._ray = ray
