@@ -1,4 +1,4 @@
-"""Locks of a results folder, which the kernel frees when their holder dies, and files moved aside."""
+"""Locks of a results folder, which the kernel frees when their holder dies."""
 
 from __future__ import annotations
 
@@ -12,21 +12,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attn_zoo.errors import FolderError, StoreError
-
-
-def move_aside(path: Path, folder: Path, key: str) -> None:
-    """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.
-
-    Raises:
-        StoreError: not writable.
-    """
-    try:
-        folder.mkdir(exist_ok=True)
-        number = len(list(folder.glob(f"{key}-*.json"))) + 1
-        path.rename(folder / f"{key}-{number}.json")
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written: {error.strerror}") from None
+from attn_zoo.errors import FolderError
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from attn_zoo.folder import (
 )
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.index import Index
-from attn_zoo.matrix.store.lock import hold_lock, move_aside
+from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import refuse_links, write_whole
 
@@ -50,6 +50,20 @@ def _write_new(path: Path, record: Record, what: str) -> None:
         write_whole(path, record_text(record))
     except FolderError as error:
         raise StoreError(str(error)) from None
+
+
+def _move_aside(path: Path, folder: Path, key: str) -> None:
+    """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.
+
+    Raises:
+        StoreError: not writable.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        number = len(list(folder.glob(f"{key}-*.json"))) + 1
+        path.rename(folder / f"{key}-{number}.json")
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be written: {error.strerror}") from None
 
 
 class Repeats:
@@ -128,7 +142,7 @@ class Repeats:
         kept = {self._path(key, number) for number in range(1, beyond + 1)}
         for path in self._of(key):
             if path not in kept:
-                move_aside(path, self._replaced, key)
+                _move_aside(path, self._replaced, key)
 
     def tidy(self) -> None:
         """Remove the folder if nothing is left in it; only for a run that has the results folder for itself."""
@@ -381,7 +395,7 @@ class Store:
 
     def retire(self, key: str) -> None:
         """Move a record to `replaced`, so that its cell runs again."""
-        move_aside(self._cells / f"{key}.json", self.folder / "replaced", key)
+        _move_aside(self._cells / f"{key}.json", self.folder / "replaced", key)
 
     def _quarantine(self, name: str, reason: str) -> None:
         target = self.folder / "quarantine"
