@@ -24,16 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
-from attn_zoo.discovery import (
-    IMPORT_TIMEOUT_S,
-    LoadFailure,
-    discover,
-    import_file,
-    is_offered,
-    is_trial,
-    plain_file_at_work,
-)
+from attn_zoo.discovery.import_trial import IMPORT_TIMEOUT_S, is_trial
 from attn_zoo.discovery.own_files import own_digest
+from attn_zoo.discovery.plain_files import import_file, plain_file_at_work
+from attn_zoo.discovery.providers import LoadFailure, discover, is_offered
 from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO, Capabilities, Complexity, Form, Reference, Shape
 from attn_zoo.typed_code import has_changed, is_typed, write_typed
@@ -190,7 +184,7 @@ class Variant:
         return shape.io_bytes(itemsize) + weights
 
     def step_bytes(self, shape: Shape, itemsize: int) -> int | None:
-        """Return the bytes that one decoded token must move at least; None where no formula says what its state is."""
+        """Return the least bytes that a token decoded after `key_len` others moves; None where no formula says."""
         of_state = self.complexity.step_bytes or self.complexity.state_bytes
         if of_state is None:
             return None

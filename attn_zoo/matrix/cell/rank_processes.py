@@ -83,7 +83,7 @@ def run_on_ranks(order: WorkOrder) -> list[Record]:
 
 
 def _outcome(answers: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -> Record:
-    """Return the record of the cell: of the first rank, or of the one at fault: the first that `died`."""
+    """Return the record of the cell: of the first rank, or of the one at fault; the first that `died` comes first."""
     own = [rank for rank, given in answers.items() if rank in died and not given["has_lost_another"]]
     silent = [rank for rank in died if rank not in answers]
     if died and not own and silent:
