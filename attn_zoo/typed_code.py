@@ -26,8 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from attn_zoo.discovery import as_trial, ask_python, import_file, importable
+from attn_zoo.discovery.import_trial import as_trial, ask_python, importable
 from attn_zoo.discovery.own_files import own_digest, own_files
+from attn_zoo.discovery.plain_files import import_file
 from attn_zoo.errors import ConfigError
 
 _BUILT_IN = frozenset(dir(builtins)) | {"__name__"}

@@ -32,7 +32,7 @@ from attn_zoo.matrix.store.store import Store
 from attn_zoo.measure.environment import capture_environment
 from attn_zoo.records import Ceilings, Cell, Memory, Record, Timing
 from attn_zoo.registry import variants
-from attn_zoo.statistics import time_summary
+from attn_zoo.statistics.medians import time_summary
 
 LENGTHS = tuple(128 * 2**step for step in range(16))
 PASSES = ("infer", "fwd", "bwd", "fwd_bwd")

@@ -22,7 +22,7 @@ import attn_zoo
 from attn_zoo import api, cli
 from attn_zoo.conformance import CheckResult
 from attn_zoo.console import print_checks, print_plan, print_standing, print_summary, told_if_slow
-from attn_zoo.discovery import LoadFailure
+from attn_zoo.discovery.providers import LoadFailure
 from attn_zoo.displays import Checks
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import Standing, Summary

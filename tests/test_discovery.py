@@ -17,7 +17,9 @@ import pytest
 import attn_zoo
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
-from attn_zoo.discovery import ask_python, discover, importable, plain_files, tried_imports
+from attn_zoo.discovery import plain_files
+from attn_zoo.discovery.import_trial import ask_python, importable
+from attn_zoo.discovery.providers import discover, tried_imports
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import all_or_nothing, tasks, variants
 from tests.conftest import keep_only

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attn_zoo import AbstractAttention, AbstractMixer, Capabilities, Complexity, ConfigError, Reference, VariantConfig
-from attn_zoo.discovery import LoadFailure
+from attn_zoo.discovery.providers import LoadFailure
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.registry import (
     Registry,

@@ -53,7 +53,7 @@ def ask_python(
     request: bytes = b"",
     should_stop: Callable[[], bool] = lambda: False,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run Python in a session of its own, for `limit_s` and until `should_stop` says so; return what it said.
+    """Run Python in a session of its own, ended after `limit_s` or when `should_stop` says so; return what it said.
 
     Raises:
         subprocess.TimeoutExpired: it had to be ended; holds what it had said by then.

@@ -168,7 +168,7 @@ def import_file(path: Path | str, guard: Guard, timeout_s: float | None = IMPORT
             return
         _forget(_modules_beside(path))
         del sys.modules[name]
-    program = "from contextlib import nullcontext; from attn_zoo.discovery import import_file"
+    program = "from contextlib import nullcontext; from attn_zoo.discovery.plain_files import import_file"
     hang = timeout_s and why_not_import(str(path), f"{program}; import_file(sys.argv[1], nullcontext, None)", timeout_s)
     if hang:
         raise ConfigError(str(path), [("", hang)])

@@ -12,7 +12,7 @@ import torch
 
 from attn_zoo.measure.stopwatch import AbstractStopwatch, Call, Sample, stopwatch_for
 from attn_zoo.records import Timing
-from attn_zoo.statistics import quartiles, time_summary
+from attn_zoo.statistics.medians import quartiles, time_summary
 
 MIN_WARMUP_CALLS = 3
 MIN_WARMUP_S = 0.025

@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGro
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.table import interval_values
-from attn_zoo.statistics import mean_interval
+from attn_zoo.statistics.paired import mean_interval
 
 ROUNDING = 1e-14
 """An error below is rounding in any dtype: the `rounding_error` of float64 is 0."""

@@ -16,7 +16,7 @@ from attn_zoo.packed_run import opened
 from attn_zoo.records import Cell, Environment, Record, Timing
 from attn_zoo.report.flat_records import record_of
 from attn_zoo.report.tables.table import plain_rows, unguarded
-from attn_zoo.statistics import time_summary
+from attn_zoo.statistics.medians import time_summary
 
 MAX_FILE_BYTES = 2 * 2**30
 """Of an export or the JSON of pytest-benchmark, which are read at once."""

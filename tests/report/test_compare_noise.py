@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attn_zoo.report.compare import BY_CHANCE, compare
-from attn_zoo.statistics import process_spread, ratio_of_runs, time_summary
+from attn_zoo.statistics.medians import process_spread, ratio_of_runs, time_summary
 from tests.report.synthetic import scaling, write_run
 
 NUM_CELLS, NUM_SAMPLES = 40, 5

@@ -14,19 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from attn_zoo.statistics import (
-    crossover,
-    fit_cost,
-    fit_exponent,
-    interval_of_means,
-    local_slopes,
-    mean_interval,
-    median_interval,
-    paired_difference,
-    quartiles,
-    time_ratio,
-    time_summary,
-)
+from attn_zoo.statistics.growth import crossover, fit_cost, fit_exponent, local_slopes
+from attn_zoo.statistics.medians import median_interval, quartiles, time_ratio, time_summary
+from attn_zoo.statistics.paired import interval_of_means, mean_interval, paired_difference
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 positive = st.floats(1e-3, 1e6, allow_nan=False)

@@ -9,15 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attn_zoo.statistics import (
-    crossover,
-    fit_exponent,
-    local_slopes,
-    median_interval,
-    medians,
-    quartiles,
-    time_ratio,
-)
+from attn_zoo.statistics import medians
+from attn_zoo.statistics.growth import crossover, fit_exponent, local_slopes
+from attn_zoo.statistics.medians import median_interval, quartiles, time_ratio
 
 GAP_S = 60.0
 APART_S = 1800.0

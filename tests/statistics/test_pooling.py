@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.records import Memory
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 from tests.report.synthetic import scaling
 
 

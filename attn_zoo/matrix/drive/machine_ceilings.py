@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from os import getpid
 
-from attn_zoo.discovery import ask_python
+from attn_zoo.discovery.import_trial import ask_python
 from attn_zoo.errors import StoreError, counted
 from attn_zoo.matrix.drive.engines.process import spawn_environment
 from attn_zoo.matrix.kinds.all_kinds import kind_of

@@ -31,7 +31,7 @@ from attn_zoo.matrix.store.kept_sources import keep_sources
 from attn_zoo.matrix.store.store import Store, with_known_data
 from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
 from attn_zoo.registry import variants
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 from attn_zoo.typed_code import require_same_values
 
 GRACE_S = 30.0

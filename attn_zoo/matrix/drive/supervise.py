@@ -20,7 +20,7 @@ from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.environment import hashed_host
 from attn_zoo.records import STOPPERS, Ceilings, Environment, Record, Status
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
 """Cells that run one after another, shorter sequences first, and the records that their curves have already."""

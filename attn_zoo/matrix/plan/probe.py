@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attn_zoo.discovery import ask_python, importable, tried_imports
+from attn_zoo.discovery.import_trial import ask_python, importable
+from attn_zoo.discovery.providers import tried_imports
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import die_with_parent

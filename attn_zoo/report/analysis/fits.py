@@ -11,7 +11,7 @@ from attn_zoo.errors import counted
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import human_length, human_slope
-from attn_zoo.statistics import (
+from attn_zoo.statistics.growth import (
     CostFit,
     Crossover,
     Exponent,

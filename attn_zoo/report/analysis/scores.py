@@ -24,7 +24,7 @@ from attn_zoo.report.analysis.training_runs import (
 from attn_zoo.report.measurements import COSTS
 from attn_zoo.report.units import slug, unique_name
 from attn_zoo.report.wording import failure_words
-from attn_zoo.statistics import mean_interval, paired_difference
+from attn_zoo.statistics.paired import mean_interval, paired_difference
 
 LEAST_SEEDS = 3
 """In common, below which no difference is called settled."""

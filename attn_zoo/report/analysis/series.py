@@ -17,7 +17,7 @@ from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 
 HOST_FACTOR = 1.5
 """A call on a GPU that takes no more than this times what the host alone needs waits for the host."""

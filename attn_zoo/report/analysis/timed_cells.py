@@ -12,7 +12,7 @@ from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results, distinct_labels
 from attn_zoo.report.analysis.series import Point
 from attn_zoo.report.wording import PANEL_FIELDS
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 
 MATCH = ("label", "options", "overrides", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
 """What must agree before two times may be compared, beside the environment."""

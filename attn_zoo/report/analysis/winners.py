@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
-from attn_zoo.statistics import Ratio, time_ratio
+from attn_zoo.statistics.medians import Ratio, time_ratio
 
 Bundle = Sequence[tuple[str, Point]]
 """What was timed in turns, each with its label."""

@@ -15,7 +15,7 @@ from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record, Timing
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 from tests.matrix.conftest import run_cells_in_turns, tiny_plan
 
 TURNS = {"isolation": "interleaved", "seq_len": [1024]}

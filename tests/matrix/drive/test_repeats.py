@@ -17,7 +17,7 @@ from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Repeats, Store
 from attn_zoo.records import Record, Timing
-from attn_zoo.statistics import pool_records
+from attn_zoo.statistics.pooling import pool_records
 from tests.matrix.conftest import environment, tiny_plan
 
 

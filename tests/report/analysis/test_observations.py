@@ -9,7 +9,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import read_results
 from attn_zoo.report.pages.findings import headline
-from attn_zoo.statistics import time_summary
+from attn_zoo.statistics.medians import time_summary
 from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 
 ASKED_FOR = {

@@ -11,7 +11,7 @@ from attn_zoo.report.pages.findings import headline, overview_finding
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import overview_table
 from attn_zoo.report.tables.table import to_terminal
-from attn_zoo.statistics import interval_of_means
+from attn_zoo.statistics.paired import interval_of_means
 from tests.report.synthetic import accuracy, write_run
 
 

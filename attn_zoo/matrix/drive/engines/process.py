@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from attn_zoo.discovery import importable, tried_imports
+from attn_zoo.discovery.import_trial import importable
+from attn_zoo.discovery.providers import tried_imports
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.cell.log import keep_short, open_log
 from attn_zoo.matrix.drive.engines.descendants import VARIABLE, end_marked

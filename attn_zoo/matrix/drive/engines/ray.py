@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import attn_zoo
-from attn_zoo.discovery import tried_imports
 from attn_zoo.discovery.own_files import own_files
+from attn_zoo.discovery.providers import tried_imports
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
