@@ -327,7 +327,8 @@ def print_plan(plan: Plan) -> None:
     assumed = "".join(f", at an assumed {rate:g} GFLOP/s in float32 on {device}" for device, rate in rates)
     out.print(
         f"{counted(len(plan.cells), 'cell')} on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; "
-        f"{repeats}measuring takes {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), training and gates not counted",
+        f"{repeats}measuring takes {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), "
+        "training and gates not counted",
         soft_wrap=True,
     )
 
