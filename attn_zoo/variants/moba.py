@@ -25,9 +25,7 @@ from attn_zoo.attention.masks import blank_padding, masked_softmax, zero_padded_
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import Backend, merge_attention
-from attn_zoo.kernels.blocks.choices import attend_to_choices, num_tiles_of, tile_of
-from attn_zoo.kernels.blocks.layout import PatternLayout
-from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
+from attn_zoo.kernels.blocks.choices import FixedBlocksLayout, attend_to_choices, best_choices, num_tiles_of, tile_of
 from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
@@ -65,11 +63,6 @@ class MobaConfig(VariantConfig):
         """Return linear time where each query sees its own block alone, and no block is scored."""
         return replace(complexity, time_exponent=1) if self.top_k == 1 else complexity
 
-    @property
-    def tile(self) -> int:
-        """Tokens of the blocks that the engine computes: they divide the routing's."""
-        return tile_of(self.block_size)
-
     def num_choices(self, key_len: int) -> int:
         """Return how many blocks a query sees at most beside its own."""
         return min(self.top_k, -(-key_len // self.block_size)) - 1
@@ -83,30 +76,6 @@ class MobaConfig(VariantConfig):
     def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:
         """Return more and more blocks; the last has them all."""
         return tuple({"block_size": 8, "top_k": count} for count in (1, 4, -(-seq_len // 8)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnBlockLayout(PatternLayout):
-    """Each query sees the block of `block_size` tokens that it stands in, computed in tiles."""
-
-    query_len: int
-    block_size: int
-    tile: int
-    is_causal: bool
-
-    def make(self, device: str) -> BlockPattern:
-        """Return the pattern: block diagonal."""
-        per_block = self.block_size // self.tile
-        rows = torch.arange(-(-self.query_len // self.tile), device=device)[:, None]
-        tiles = rows // per_block * per_block + torch.arange(per_block, device=device)
-        return make_pattern(
-            tiles[None],
-            tiles <= rows if self.is_causal else tiles < len(rows),
-            query_len=self.query_len,
-            key_len=self.query_len,
-            block_size=self.tile,
-            is_causal=self.is_causal,
-        )
 
 
 def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: bool, padding: Tensor | None) -> Tensor:
@@ -141,8 +110,7 @@ def choose_blocks(query: Tensor, key: Tensor, config: MobaConfig, *, is_causal: 
         is_choice = block < own_block[:, None] if is_causal else block != own_block[:, None]
         is_choice = is_choice & (counts[..., 0] > 0)[:, :, None]
         scores = _liking(queries, means).masked_fill(~is_choice, float("-inf"))  # [B, H, some of L, blocks]
-        best, blocks = scores.topk(num_choices, dim=-1)
-        routing.append(blocks.masked_fill(best.isneginf(), -1))
+        routing.append(best_choices(scores, num_choices))
     return routing[0] if len(routing) == 1 else torch.cat(routing, dim=2)
 
 
@@ -206,7 +174,8 @@ def moba_backward_ratio(shape: Shape) -> float:
     Attention is computed in whole tiles, of which there are as many as the routing can need at most.
     """
     config: MobaConfig = shape.config or MobaConfig()
-    tile, num_rows = config.tile, -(-shape.query_len // config.tile)
+    tile = tile_of(config.block_size)
+    num_rows = -(-shape.query_len // tile)
     pairs = num_rows * min(num_rows, config.block_size // tile) * tile * tile
     if num_choices := config.num_choices(shape.key_len):
         num_blocks = -(-shape.key_len // config.block_size)
@@ -338,9 +307,7 @@ class MobaAttention(AbstractAttention):
             "dropout_p": dropout_p,
             "backend": config.backend,
         }
-        own = OwnBlockLayout(
-            query_len=query.shape[2], block_size=config.block_size, tile=config.tile, is_causal=build.is_causal
-        )
+        own = FixedBlocksLayout(query_len=query.shape[2], block_size=config.block_size, is_causal=build.is_causal)
         output, lse = block_sparse_attention_with_lse(query, key, value, own, **options)
         outputs, lses = attend_to_choices(query, key, value, routing, config.block_size, **options)
         return merge_attention([output, *outputs], [lse, *lses])
@@ -394,7 +361,7 @@ class MobaAttention(AbstractAttention):
         if num_chosen == 0:
             return (scores.softmax(-1) @ cache.values[:, :, own]).flatten(1, 2)[:, :, None], state
         liking = _liking(query, state.means[:, :, :num_past].mT)
-        chosen = liking.topk(num_chosen, dim=-1).indices  # [B, G, H / G, chosen]
+        chosen = best_choices(liking, num_chosen)  # [B, G, H / G, chosen]
         batch, group = (torch.arange(n, device=query.device) for n in query.shape[:2])
         place = batch[:, None, None, None], group[:, None, None], chosen
         blocks = (x[:, :, : own.start].unflatten(2, (num_past, size)) for x in (cache.key, cache.value))

@@ -32,8 +32,8 @@ from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import Backend, merge_attention
-from attn_zoo.kernels.blocks.choices import attend_to_choices, num_tiles_of, tile_of
-from attn_zoo.kernels.blocks.layout import BlockLayout, TokenLayout
+from attn_zoo.kernels.blocks.choices import FixedBlocksLayout, attend_to_choices, best_choices, num_tiles_of, tile_of
+from attn_zoo.kernels.blocks.layout import TokenLayout
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -106,25 +106,23 @@ class NsaConfig(VariantConfig):
         last = (key_len - 1) // self.block_size
         return min(self.num_blocks - self.num_fixed, max(0, last + 1 - self.num_fixed))
 
-    def always(self, query_len: int) -> BlockLayout:
-        """Return the blocks always selected, as a layout."""
-        return BlockLayout(
+    def fixed(self, query_len: int) -> FixedBlocksLayout:
+        """Return the blocks that are always selected, as a layout."""
+        return FixedBlocksLayout(
             query_len=query_len,
             block_size=self.block_size,
-            num_window_blocks=2 * self.num_local_blocks - 1,
-            num_global_blocks=self.num_initial_blocks,
-            num_random_blocks=0,
-            is_causal=True,
+            num_initial_blocks=self.num_initial_blocks,
+            num_local_blocks=self.num_local_blocks,
         )
 
     def window(self, query_len: int) -> TokenLayout:
-        """Return the window, in blocks of 16 to 64 tokens, at most about half of it."""
+        """Return the window, as a layout of blocks of 16 to 64 tokens."""
         tile = max(16, min(64, 1 << max(0, (self.window_size // 2).bit_length() - 1)))
         return TokenLayout(query_len=query_len, block_size=tile, reach=self.window_size - 1, is_causal=True)
 
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
-        """Return sizes small enough to choose among many blocks; the second ones are the longest overlap there is."""
+        """Return sizes small enough to choose among many blocks, also rows as long as blocks and no initial one."""
         small = {"compress_len": 8, "compress_stride": 4, "block_size": 16, "num_blocks": 4, "window_size": 12}
         odd = {"compress_len": 6, "compress_stride": 2, "block_size": 6, "num_blocks": 3, "window_size": 5}
         return small, {**odd, "num_initial_blocks": 0, "num_local_blocks": 1}
@@ -140,6 +138,9 @@ def parts_of(first: int, query_len: int, config: NsaConfig, most_scores: int) ->
         most_scores: of one head, as far as that is more than a few rows.
     """
     step = max(_MIN_ROWS, most_scores // max(1, config.num_compressed(first + query_len)))
+    if query_len <= step:  # no loop over a length that a compiler keeps symbolic
+        yield slice(0, query_len), config.num_compressed(first + query_len)
+        return
     for start in range(0, query_len, step):
         stop = min(start + step, query_len)
         yield slice(start, stop), config.num_compressed(first + stop)
@@ -183,8 +184,7 @@ def choose_blocks(
         last = position[rows, None] // config.block_size - config.num_local_blocks
         is_choice = (block >= config.num_initial_blocks) & (block <= last) & is_filled[:, None, None]
         liking = importance(weights.sum(2), num_blocks, config).masked_fill(~is_choice, float("-inf"))
-        best, blocks = liking.topk(num_choices, dim=-1)
-        routing.append(blocks.masked_fill(best.isneginf(), -1))
+        routing.append(best_choices(liking, num_choices))
     return routing[0] if len(routing) == 1 else torch.cat(routing, dim=2)
 
 
@@ -205,8 +205,8 @@ def compressed_padding(padding: Tensor | None, config: NsaConfig) -> Tensor | No
 def _weights(query: Tensor, key: Tensor, keep: Tensor) -> Tensor:
     """Return softmax weights `[B, G, H / G, L, S]` in float32 at least; zeros for a query that sees nothing."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(wide) * query.shape[-1] ** -0.5) @ key.to(wide)[:, :, None].mT
-    return masked_softmax(scores, keep)
+    rows = (query.to(wide) * query.shape[-1] ** -0.5).flatten(2, 3)  # of all heads of a group: a key is read once
+    return masked_softmax((rows @ key.to(wide).mT).unflatten(2, query.shape[2:4]), keep)
 
 
 def importance(weights: Tensor, num_blocks: int, config: NsaConfig) -> Tensor:
@@ -299,16 +299,18 @@ def _options(shape: Shape) -> NsaConfig:
     return shape.config or NsaConfig()
 
 
-def _pairs(shape: Shape) -> tuple[float, float, float, int]:
+def _pairs(shape: Shape) -> tuple[int, int, float, int]:
     """Return one head's visible pairs in the compressed, selected and window branch, and those scored to choose."""
     config, length = _options(shape), shape.query_len
     num_rows, stride = config.num_compressed(length), config.compress_stride
     # Row i is seen by all positions from its last one on.
     compressed = num_rows * (length - config.compress_len + 1) - stride * num_rows * (num_rows - 1) // 2
-    first = np.arange(0, length, config.block_size)  # token of each block
-    choices = np.minimum(config.num_blocks - config.num_fixed, first // config.block_size + 1 - config.num_fixed)
-    chosen = int(choices.clip(0) @ np.minimum(config.block_size, length - first))
-    selected = config.always(length).mean_pairs + chosen * config.block_size
+    block = np.arange(-(-length // config.block_size))
+    size = np.minimum(config.block_size, length - block * config.block_size)
+    start = np.maximum(0, block + 1 - config.num_local_blocks)
+    fixed = np.minimum(config.num_initial_blocks, start) + block - start  # before its own
+    chosen = np.minimum(config.num_blocks - config.num_fixed, block + 1 - config.num_fixed).clip(0)
+    selected = int((size * (fixed + chosen) * config.block_size + size * (size + 1) // 2).sum())
     scored = compressed if config.num_choices(length) else 0
     return compressed, selected, config.window(length).mean_pairs, scored
 
@@ -334,7 +336,7 @@ def nsa_backward_ratio(shape: Shape) -> float:
     config, length = _options(shape), shape.query_len
     num_rows, size = config.num_compressed(length), config.block_size
     pairs, scored = num_rows * num_rows * config.compress_stride, 0
-    for layout in (config.always(length), config.window(length)):
+    for layout in (config.fixed(length), config.window(length)):
         pattern = layout.pattern()
         num_listed = -(-length // pattern.block_size) - pattern.num_dense_rows
         width = pattern.indices.shape[-1] + pattern.num_global
@@ -442,6 +444,7 @@ def nsa_step_bytes(shape: Shape, itemsize: int) -> int:
             "The gates are one linear map, a number for each head; the paper says an MLP.",
             "With rotary positions, selection and window compare turned queries and keys, compression those before.",
             "Projections have no biases, so that padding is zero; a block of padding alone is never chosen.",
+            "Equation 8 is scaled by 1 / sqrt(D), as the branch is; equation 9 credits a block with the rows over it.",
             "Queries and keys are as wide as values.",
         ),
     ),
@@ -522,7 +525,7 @@ class Nsa(AbstractMixer):
         with torch.no_grad():
             routing = choose_blocks(heads.query, keys, config, padding=padding)
         key, value = (expand_kv_heads(x[1], num_heads) for x in (heads.keys, heads.values))
-        output, lse = block_sparse_attention_with_lse(heads.turned, key, value, config.always(length), **options)
+        output, lse = block_sparse_attention_with_lse(heads.turned, key, value, config.fixed(length), **options)
         chosen = expand_kv_heads(routing, num_heads)
         outputs, lses = attend_to_choices(heads.turned, key, value, chosen, config.block_size, **options)
         near_key, near_value = (expand_kv_heads(x[2], num_heads) for x in (heads.keys, heads.values))

@@ -122,18 +122,6 @@ class DetachesKey(Softmax):
         return super().attend(query, key.detach(), value, mask)
 
 
-class LosesAScaleBelow30(Softmax):
-    """Of a parameter that it needs at all lengths."""
-
-    def __init__(self, config: Any, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.scale = nn.Parameter(torch.ones(build.head_dim))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        scale = self.scale if query.shape[2] >= 30 else self.scale.detach()
-        return super().attend(query, key, value, mask) * scale
-
-
 class LosesHalfAGradient(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return super().attend(query, key, 0.5 * value + 0.5 * value.detach(), mask)
@@ -276,7 +264,6 @@ DEPENDENCE = (
     Broken(cls=MeanForEmptyRow, check="fully_padded_row", also=frozenset({"padding_content"}), capabilities=MASKED),
     Broken(cls=DetachesKey, check="gradients_reach_every_parameter"),
     Broken(cls=LosesHalfAGradient, check="gradients_reach_every_parameter"),
-    Broken(cls=LosesAScaleBelow30, check="gradients_reach_every_parameter"),
     Broken(cls=LosesHalfAGradientBesideDropout, check="gradients_reach_every_parameter", capabilities=DROPOUT),
     Broken(cls=NoMaxSubtraction, check="finite_on_large_inputs"),
     Broken(cls=ReadsEmptyMemory, check="uninitialised_memory", also=EVERYTHING),

@@ -14,7 +14,7 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.kernels.trace import recording
 from attn_zoo.registry import variants
-from attn_zoo.variants.moba import MobaConfig, OwnBlockLayout, moba_flops, routing_mask
+from attn_zoo.variants.moba import moba_flops, routing_mask
 from tests.exactness import assert_exact
 
 BATCH, HEADS, DIM = 2, 4, 16
@@ -140,16 +140,6 @@ def test_enough_blocks_are_full_attention():
         assert (make(is_causal, top_k=2)(*inputs) - expected).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("block_size", [16, 96])
-def test_the_own_block_is_the_layout_of_a_block_diagonal(block_size: int):
-    at = torch.arange(250) // block_size
-    for is_causal in (False, True):
-        tile = MobaConfig(block_size=block_size).tile
-        layout = OwnBlockLayout(query_len=250, block_size=block_size, tile=tile, is_causal=is_causal)
-        expected = at[:, None] == at
-        assert torch.equal(layout.pattern().to_dense()[0, 0], expected.tril() if is_causal else expected)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("length", "top_k"), [(16, 3), (96, 1), (96, 3), (101, 3), (40, 9)])
 def test_flops_count_pairs_and_scores_of_blocks(is_causal: bool, length: int, top_k: int):
@@ -248,3 +238,13 @@ def test_mixer_trains_with_dropout():
     first.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
     assert not torch.equal(mixer(hidden), first)
+
+
+def test_what_follows_changes_no_choice_among_equal_blocks():
+    """Where tokens repeat, blocks have the same mean."""
+    module = make(block_size=4, top_k=6)
+    query, key = (torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    query, key = query.expand(-1, -1, 1000, -1), key.expand(-1, -1, 1000, -1)
+    whole = module.route(query, key)
+    for length in (101, 500, 999):
+        assert torch.equal(module.route(query[:, :, :length], key[:, :, :length]), whole[:, :, :length])

@@ -354,3 +354,14 @@ def test_it_trains_with_dropout_in_each_branch():
         gates[branch] = 1.0
         first, second = (mixer._attend(heads._replace(gates=gates), *compressed, None, 0.5) for _ in range(2))
         assert (first != second)[:, 60:].any(-1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_follows_changes_no_choice_where_weights_are_sharp(dtype: torch.dtype):
+    """Rows over two blocks credit both alike, and what underflows is zero: of equal ones `topk` may take any."""
+    mixer = make({"max_seq_len": 1200}).to(dtype)
+    hidden = 40 * torch.randn(1, 1200, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    whole = mixer.route(hidden)
+    for length in (400, 807, 1111):
+        found = mixer.route(hidden[:, :length])
+        assert torch.equal(found, whole[:, :, :length, : found.shape[-1]])

@@ -66,16 +66,28 @@ def _gradients_in_a_gate(subject: Subject) -> Finding:
 
 
 def _finite_gradients(module: Module, inputs: Inputs, *, can_be_unread: bool = False) -> dict[str, Tensor | None]:
-    """Return the gradients; a parameter has none where it may be that such short sequences do not need it."""
+    """Return the gradients; a parameter may have none where such short sequences do not need it."""
     found = gradients(module, inputs).by_name
     for name, gradient in found.items():
         if gradient is None:
-            if can_be_unread and name not in inputs.names:
+            if can_be_unread and name not in inputs.names and not _is_read(module, inputs, name):
                 continue
             raise Violation(f"no gradient reaches {name}", inputs.words())
         if not gradient.isfinite().all():
             raise Violation(f"the gradient of {name} is not finite", inputs.words())
     return found
+
+
+@torch.no_grad()
+def _is_read(module: Module, inputs: Inputs, name: str) -> bool:
+    """Whether a parameter that is no number reaches an output."""
+    value = dict(module.named_parameters())[name.removeprefix("parameter ")]
+    kept = value.clone()
+    try:
+        value.fill_(float("nan"))
+        return not all(output.isfinite().all() for output in results(module, inputs))
+    finally:
+        value.copy_(kept)
 
 
 def _expect_slopes(module: Module, inputs: Inputs, found: Mapping[str, Tensor | None]) -> None:

@@ -2,7 +2,7 @@
 
 Lu et al. 2025, "MoBA", arXiv 2502.13189, algorithm 1: one tile of queries that all chose the same block is dense
 attention to it. A query is in as many tiles as it chose blocks; the parts are merged by their log-sum-exp
-(`merge_attention`). So a choice costs a query C D multiply-adds, whichever it is, and nothing is gathered twice.
+(`merge_attention`). So a choice costs a query 2 C D multiply-adds, whichever it is, and no key is copied.
 """
 
 from __future__ import annotations
@@ -16,14 +16,71 @@ from torch.nn.functional import pad
 
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import Backend
+from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, make_pattern
 
 _LARGEST_TILE = 64  # tokens that the engine's blocks have at most
+_PLACE_BITS = 20  # of a double's 52: more than the digits of float32 are left
 
 
 def tile_of(block_size: int) -> int:
     """Return the tokens of the tiles that are computed: they divide the blocks that are chosen."""
     return math.gcd(block_size, _LARGEST_TILE)
+
+
+def best_choices(liking: Tensor, num_choices: int) -> Tensor:
+    """Return the blocks that are liked best, int64 `[.., num_choices]`, the best first; -1 for minus infinity.
+
+    Of two that are liked equally the later one. `topk` alone takes one that depends on how many blocks there are, which
+    in a causal form is the future. Ties are common where weights are sharp: all that underflows to zero is equal.
+
+    Args:
+        liking: `[.., blocks]`, minus infinity for what cannot be chosen.
+        num_choices: at most as many as there are blocks.
+    """
+    bits = liking.double().view(torch.int64)
+    ascending = bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)  # as integers in the order of the numbers
+    place = torch.arange(liking.shape[-1], device=liking.device)
+    blocks = ((ascending & -(1 << _PLACE_BITS)) | place).topk(num_choices, dim=-1).indices
+    return blocks.masked_fill(liking.gather(-1, blocks).isneginf(), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedBlocksLayout(PatternLayout):
+    """What every query sees without a choice, in tiles that divide the blocks: its own block and some more.
+
+    Args:
+        query_len: L, tokens.
+        block_size: C, of the blocks that are chosen.
+        num_initial_blocks: first blocks of the sequence.
+        num_local_blocks: last blocks up to the query's own.
+        is_causal: hide later keys. Else a query sees all of its own block, and there are no other local blocks.
+    """
+
+    query_len: int
+    block_size: int
+    num_initial_blocks: int = 0
+    num_local_blocks: int = 1
+    is_causal: bool = True
+
+    def make(self, device: str) -> BlockPattern:
+        """Return the pattern: initial blocks are global columns, and their rows dense."""
+        tile = tile_of(self.block_size)
+        per_block, num_tiles = self.block_size // tile, -(-self.query_len // tile)
+        num_global = min(self.num_initial_blocks * per_block, num_tiles)
+        rows = torch.arange(num_global, num_tiles, device=device)[:, None]
+        first = (rows // per_block - self.num_local_blocks + 1) * per_block
+        tiles = first + torch.arange(self.num_local_blocks * per_block, device=device)
+        return make_pattern(
+            tiles[None],
+            (tiles >= num_global) & (tiles <= rows if self.is_causal else tiles < num_tiles),
+            query_len=self.query_len,
+            key_len=self.query_len,
+            block_size=tile,
+            num_global=num_global,
+            num_dense_rows=num_global,
+            is_causal=self.is_causal,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,23 @@ class ScalesFrom30On(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = super().attend(query, key, value, mask)
         return output * self.scale if query.shape[2] >= 30 else output
+
+
+class LosesItBelow30(Softmax):
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.scale = nn.Parameter(torch.ones(build.head_dim))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = super().attend(query, key, value, mask)
+        return output * (self.scale if query.shape[2] >= 30 else self.scale.detach())
+
+
+@pytest.mark.parametrize("dtypes", [("float32",), ("float32", "float64")])
+def test_what_short_sequences_read_gets_one_there_too(dtypes: tuple[str, ...]):
+    with registered(Broken(cls=LosesItBelow30, check="", capabilities={"dtypes": dtypes})) as name:
+        (result,) = run_checks(name, checks=["gradients_reach_every_parameter"])
+    assert (result.outcome, result.message) == ("failed", "no gradient reaches parameter scale")
 
 
 def test_what_only_long_sequences_need_gets_a_gradient_there():

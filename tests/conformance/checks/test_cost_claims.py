@@ -13,7 +13,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import run_checks
 from attn_zoo.metadata import Shape
 from tests.conformance.broken import Broken, Softmax, registered
-from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax, mixer_softmax_flops
+from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax
 
 
 def growth(formula: Callable[[int], float], exponent: float, **capabilities: Any) -> tuple[str, str]:
@@ -103,12 +103,54 @@ class CausalMixer(ProjectedSoftmax):
     pass
 
 
-@pytest.mark.parametrize(("num_of_100", "outcome"), [(102, "failed"), (100, "passed"), (51, "passed"), (48, "failed")])
-def test_a_mixer_counts_what_its_mask_leaves_or_what_runs_or_between(num_of_100, outcome):
+@pytest.mark.parametrize(
+    ("num_pairs", "outcome"),
+    [
+        (lambda length: length**2 * 102 // 100, "failed"),
+        (lambda length: length**2, "passed"),  # what runs
+        (lambda length: length * (length + 1) // 2, "passed"),  # what the mask leaves
+        (lambda length: length * (length + 1) * 3 // 4, "failed"),
+        (lambda length: length * (length + 1) * 49 // 100, "failed"),
+    ],
+)
+def test_a_mixer_counts_what_runs_or_what_its_mask_leaves(num_pairs, outcome):
     def flops(shape: Shape) -> int:
-        return mixer_softmax_flops(shape) * (num_of_100 if shape.is_causal else 100) // 100
+        pairs = int(num_pairs(shape.query_len)) if shape.is_causal else shape.query_len**2
+        return 4 * shape.batch_size * shape.embed_dim * pairs
 
     broken = Broken(cls=CausalMixer, check="", capabilities=MIXER, complexity={**MIXER_COST, "flops": flops})
     with registered(broken) as name:
         (result,) = run_checks(name, checks=["flops_count"])
     assert result.outcome == outcome, result
+
+
+class ChoosesByMore(CausalMixer):
+    """What it chooses by is products, too: the square of the scores, of which nothing comes out."""
+
+    def route(self, hidden: Tensor, **_: Any) -> Tensor:
+        scores = hidden @ hidden.mT
+        return scores @ scores
+
+    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:
+        self.route(hidden)
+        return super().forward(hidden, **keywords)
+
+    def reference(self, hidden: Tensor, *, routing: Any = None, **keywords: Any) -> Tensor:
+        del routing
+        return super().forward(hidden, **keywords)
+
+
+def test_what_a_mixer_chooses_by_is_counted_with_what_its_mask_leaves():
+    def flops(shape: Shape) -> int:
+        pairs = shape.query_len * (shape.query_len + 1) // 2
+        return 4 * shape.batch_size * shape.embed_dim * pairs
+
+    def with_choice(shape: Shape) -> int:
+        return flops(shape) + 2 * shape.batch_size * shape.query_len**2 * (shape.query_len + shape.embed_dim)
+
+    capabilities = {**MIXER, "bidirectional": False}
+    for formula, outcome in ((flops, "failed"), (with_choice, "passed")):
+        complexity = {**MIXER_COST, "flops": formula}
+        with registered(Broken(cls=ChoosesByMore, check="", capabilities=capabilities, complexity=complexity)) as name:
+            (result,) = run_checks(name, checks=["flops_count"])
+        assert result.outcome == outcome, result

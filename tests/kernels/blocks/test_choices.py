@@ -8,7 +8,14 @@ from torch import Tensor
 
 from attn_zoo.attention.masks import masked_softmax
 from attn_zoo.kernels.blocks.call import merge_attention
-from attn_zoo.kernels.blocks.choices import attend_to_choices, dispatch, num_tiles_of, tile_of
+from attn_zoo.kernels.blocks.choices import (
+    FixedBlocksLayout,
+    attend_to_choices,
+    best_choices,
+    dispatch,
+    num_tiles_of,
+    tile_of,
+)
 
 SIZE = 32
 
@@ -74,3 +81,43 @@ def test_parts_are_attention_to_each_block_and_merge_to_that_over_all(length: in
 def test_no_choices_are_no_parts():
     rows = torch.randn(1, 1, 8, 4)
     assert attend_to_choices(rows, rows, rows, torch.empty(1, 1, 8, 0, dtype=torch.long), 4) == ((), ())
+
+
+@pytest.mark.parametrize("block_size", [16, 96, 128])
+@pytest.mark.parametrize(
+    ("num_initial", "num_local", "is_causal"), [(0, 1, False), (0, 1, True), (1, 2, True), (3, 3, True)]
+)
+def test_fixed_blocks_are_the_first_and_the_last(block_size: int, num_initial: int, num_local: int, is_causal: bool):
+    at = torch.arange(250)
+    own, block = at[:, None] // block_size, at // block_size
+    expected = (block < num_initial) | ((block > own - num_local) & (block <= own))
+    if is_causal:
+        expected = expected & (at <= at[:, None])
+    layout = FixedBlocksLayout(
+        query_len=250,
+        block_size=block_size,
+        num_initial_blocks=num_initial,
+        num_local_blocks=num_local,
+        is_causal=is_causal,
+    )
+    assert torch.equal(layout.pattern().to_dense()[0, 0], expected)
+
+
+def test_the_best_are_those_of_a_sort_whatever_their_sign():
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        liking = torch.randn(3, 5, 40, generator=generator, dtype=dtype) * 10.0 ** torch.arange(-20, 20)
+        liking[0, 0, 3:] = -torch.inf
+        found = best_choices(liking, 6)
+        expected = liking.argsort(-1, descending=True)[..., :6]
+        assert torch.equal(found[1:], expected[1:])
+        assert set(found[0, 0].tolist()) == {0, 1, 2, -1}
+
+
+def test_of_equal_ones_the_later_is_chosen_however_many_follow():
+    liking = torch.zeros(64, 300)
+    liking[:, 40:50] = 1e-30
+    for length in (60, 61, 128, 300):
+        rest = liking[:, :length].clone()
+        rest[:, 60:] = -torch.inf
+        assert best_choices(rest, 12).tolist() == [[49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 59, 58]] * 64
