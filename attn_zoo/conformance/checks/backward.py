@@ -134,9 +134,13 @@ def wrong_slope(
     originals = {name: leaf.detach().clone() for name, leaf in moved.items()}
 
     @torch.no_grad()
-    def value(directions: Mapping[str, Tensor], step: float) -> float:
+    def move(directions: Mapping[str, Tensor], step: float) -> None:
         for name, leaf in moved.items():
             leaf.copy_(originals[name] + step * directions[name])
+
+    @torch.no_grad()
+    def value(directions: Mapping[str, Tensor], step: float) -> float:
+        move(directions, step)
         return float(objective(*run(module, inputs)))
 
     for attempt in range(NUM_DIRECTIONS):
@@ -146,14 +150,14 @@ def wrong_slope(
         }
         gradients_of = [(gradient, directions[name]) for name, gradient in found.items() if gradient is not None]
         claimed = float(sum((gradient * direction).sum() for gradient, direction in gradients_of))
-        above, below, here = (value(directions, step) for step in (STEP, -STEP, 0.0))
+        above, below = (value(directions, step) for step in (STEP, -STEP))
         slope = (above - below) / (2 * STEP)
         # Rounding of the two sums, magnified by 1 / STEP, and the third derivative times its square.
         tolerance = 1e-5 * max(abs(slope), abs(claimed)) + 1e-12 * max(1.0, abs(above)) / STEP
         if abs(slope - claimed) <= max(tolerance, 1e-6):
+            move(directions, 0.0)
             return None
-        narrow_above, narrow_below = (value(directions, step) for step in (STEP / 4, -STEP / 4))
-        value(directions, 0.0)
+        narrow_above, narrow_below, here = (value(directions, step) for step in (STEP / 4, -STEP / 4, 0.0))
         narrow = (narrow_above - narrow_below) / (STEP / 2)
         bend = (narrow_above + narrow_below - 2 * here) / (STEP / 4)
         if max(abs(narrow - slope), abs(bend)) <= abs(slope - claimed) / 2:
