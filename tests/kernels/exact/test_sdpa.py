@@ -633,8 +633,7 @@ def test_block_lists_say_what_the_causal_mask_says(query_len, key_len):
 @pytest.mark.slow
 def test_compiled_flex_equals_the_oracle_on_cpu():
     cases = [
-        (200, 200, {}),
-        (200, 200, {"is_causal": True}),
+        (200, 200, {}),  # each takes seconds to compile: what is hidden and what is added are written apart
         (200, 300, {"is_causal": True, "key_padding_mask": half_padded(300)}),
         (200, 200, {"is_causal": True, "alibi": True}),
     ]
