@@ -46,7 +46,7 @@ def expect_equal(plain: Score, compiled: Score, rel: float = 1e-4) -> None:
     ("level", "overrides"),
     [
         ("plain", {"norm": "batch_norm"}),  # its running statistics must not see the forward that counts
-        ("pair", {"pretrain": "masked", "pretrain_steps": 10}),
+        ("pair", {"pretrain": "masked", "pretrain_steps": 10, "is_full_length": True}),
         ("language", {"is_full_length": True}),
     ],
     ids=["plain", "pair", "language"],

@@ -339,7 +339,7 @@ def test_one_graph_for_several_lengths():
     """Of whole chunks; those of other lengths share another one."""
     mixer = make(chunk_len=8, num_rounds=2)
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for length in (24, 40, 56):
+    for length in (24, 40):
         torch.testing.assert_close(compiled(draw(length)), mixer(draw(length)), rtol=0, atol=1e-11)
     torch.compiler.reset()
 
