@@ -400,7 +400,7 @@ def test_equal_configs_have_equal_digests_in_every_process_and_others_have_not()
             check=True,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         ).stdout.strip()
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")  # by which the set has two orders
     }
     assert found == {config_digest(Ways())}
     assert config_digest(Ways(sizes={"a": 1, "b": {2}})) == config_digest(Ways(sizes={"b": {2}, "a": 1}))
