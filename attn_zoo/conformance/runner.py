@@ -106,7 +106,7 @@ def run_checks(
         build = replace(build, max_seq_len=max(build.max_seq_len, 2 * multiple))
         if options is not None:
             _require_possible(name, option_set, build.at_layer(index))
-    results = []
+    results, strains = [], dict[tuple[Form, BuildContext], float]()
     for place, check in enumerate(selected, start=1):
         found: list[CheckResult] = []
         subjects = (
@@ -118,7 +118,7 @@ def run_checks(
         )
         with around(f"[{place}/{len(selected)}] {check.name}"):
             for subject in subjects:
-                found.append(run_one(check, subject))
+                found.append(run_one(check, subject, strains))
                 if found[-1].outcome == "failed":  # nothing is stronger, and of equal ones the first decides
                     break
         results.append(_strongest(check, found))
@@ -170,14 +170,22 @@ def _subjects(
     ]
 
 
-def run_one(check: Check, subject: Subject) -> CheckResult:
+def run_one(
+    check: Check, subject: Subject, strains: dict[tuple[Form, BuildContext], float] | None = None
+) -> CheckResult:
     """Run one check over one subject; whatever is raised becomes part of the result.
 
     A failure of a subject whose results move more than others with its inputs is no failure where tolerances in
-    proportion to that find none. What was raised has nothing to do with tolerances.
+    proportion to that find none. What was raised has nothing to do with tolerances. Pass `strains` on from check to
+    check of a variant, so that this is measured once for each form and context.
     """
     result = _run_once(check, subject)
-    if result.outcome == "failed" and not result.has_raised and (factor := _strain(subject)) > 1:
+    if result.outcome == "failed" and not result.has_raised:
+        strains, place = {} if strains is None else strains, (subject.form, subject.build)
+        if place not in strains:
+            strains[place] = _strain(subject)
+        if (factor := strains[place]) == 1:
+            return result
         with allowing(factor):
             again = _run_once(check, subject)
         return result if again.is_bad else again
