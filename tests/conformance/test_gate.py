@@ -227,8 +227,7 @@ def test_refusals_are_not_failures() -> None:
         gate(name, {}, build(), seq_len=64)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("seq_len", [1, 2, 9])
+@pytest.mark.parametrize(("seq_len", "dtype"), [(1, "float32"), (1, "float16"), (2, "float16"), (9, "float32")])
 @pytest.mark.parametrize("name", attn_zoo.list_variants())
 def test_short_cells_are_gated_too(name: str, seq_len: int, dtype: str) -> None:
     is_causal = bool(attn_zoo.describe(name).capabilities.causal)
