@@ -437,17 +437,21 @@ def test_nothing_in_a_results_folder_steers_the_terminal(call, tmp_path):
     assert "\x1b" not in page
 
 
-@pytest.mark.parametrize("command", [["list", "tasks"], ["show", "full"]])
-def test_a_terminal_that_knows_latin_1_only_is_served(command):
+MEASURED = str(RESULTS / "epyc-zen4-2cores" / "peers-cpu")
+
+
+def test_a_terminal_that_knows_latin_1_only_is_served():
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    line = [sys.executable, "-m", "attn_zoo", *command]
+    line = [sys.executable, "-m", "attn_zoo", "compare", MEASURED, MEASURED]
     done = subprocess.run(line, env=environment, capture_output=True, check=False)
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
     assert done.stdout.decode("latin-1")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("command", [["list", "tasks"], ["list", "tasks", "--json"]])
+@pytest.mark.parametrize(
+    "command", [["compare", MEASURED, MEASURED], ["list", "tasks", "--json"]], ids=["table", "json"]
+)
 def test_output_into_a_full_disk_is_one_message(command):
     with Path("/dev/full").open("w") as full:
         line = [sys.executable, "-m", "attn_zoo", *command]
@@ -631,7 +635,7 @@ def test_one_is_said_in_the_singular(capsys):
 
 def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):
     """One of variants that are not registered here; then as it was before folders said what was planned."""
-    folder = RESULTS / "epyc-zen4-2cores" / "peers-cpu"
+    folder = Path(MEASURED)
     older = shutil.copytree(folder, tmp_path / "older")
     run = json.loads((folder / "run.json").read_text())
     (older / "run.json").write_text(json.dumps({name: run[name] for name in run if name not in ("planned", "stopped")}))

@@ -94,7 +94,7 @@ def test_a_sharp_variant_is_not_blamed_and_a_fault_of_one_is() -> None:
 
 def test_retention_of_tiny_heads_is_not_blamed() -> None:
     """Its norm over two or eight features once failed by rounding alone."""
-    for embed_dim, num_heads in ((24, 3), (8, 4), (4, 2)):
+    for embed_dim, num_heads in ((24, 3), (4, 2)):
         checks = ("batch_invariance", "matches_reference", "causality")
         results = run_checks("retention", {"chunk_len": 5}, checks=checks, embed_dim=embed_dim, num_heads=num_heads)
         assert not [result for result in results if result.is_bad]
