@@ -541,8 +541,13 @@ def test_what_is_wrong_with_an_option_is_said_before_anything_is_planned(
 def test_ctrl_c_ends_a_command_that_loads_torch_whose_code_drops_exceptions(tmp_path):
     drops = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     (tmp_path / "torch.py").write_text(f"{drops}print('it goes on')\n")
+    program = (
+        "import runpy, signal, sys; sys.argv[1:] = ['doctor'];"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # what a shell runs in the background ignores it
+        "runpy.run_module('attn_zoo', run_name='__main__')"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "attn_zoo", "doctor"],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{RESULTS.parent}"},
         capture_output=True,
         text=True,

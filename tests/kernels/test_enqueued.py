@@ -24,7 +24,7 @@ MOST: dict[str, tuple[dict[str, Any], tuple[int, int, int], tuple[int, int, int]
     "bigbird": ({"backend": "triton"}, (2, 0, 3), (5, 0, 7)),
     "linformer": ({"proj_len": 256}, (2, 1, 4), (4, 2, 9)),  # with the kernels of SDPA
     "local_window": ({"backend": "triton"}, (1, 0, 2), (3, 0, 6)),
-    "moba": ({"backend": "triton"}, (2, 90, 93), (6, 153, 164)),
+    "moba": ({"backend": "triton"}, (2, 98, 101), (6, 161, 172)),  # eight of them so that equal blocks have an order
 }
 
 
@@ -67,5 +67,5 @@ def test_a_call_enqueues_no_more_than_it_did(monkeypatch, name, has_graph):
         call()
     assert len(launches) == enqueued.launches, "a launch that no cache knows"
     counted = len(launches), len(enqueued.kernels), len(enqueued.allocations)
-    what = f"{launches}, {enqueued.kernels}, {enqueued.allocations}"
+    what = f"{counted}: {launches}, {enqueued.kernels}, {enqueued.allocations}"
     assert all(here <= known for here, known in zip(counted, most[has_graph], strict=True)), what

@@ -126,14 +126,20 @@ def test_a_label_looks_the_same_whatever_else_is_drawn():
 
 
 def test_variants_of_the_zoo_have_colours_of_their_own():
-    """There are sixteen: two that are never drawn together, one causal only and the other never, may share one."""
+    """There are sixteen: two that are never drawn together, one causal only and the other never, may share one.
+
+    So may a control, whose lines and markers are its own then.
+    """
     ours = [variants[name] for name in variants if variants[name].provider == "attn_zoo"]  # none of another test
     others = [each for each in ours if not each.capabilities.is_exact]
     for direction in ("causal", "bidirectional"):
         able = [each.name for each in others if getattr(each.capabilities, direction) is not False]
         assert len(able) > 8
-        colours = [look.colour for look in make_looks(able, []).values()]
-        assert len(set(colours)) == len(able)
+        looks = make_looks(able, [])
+        colours = [look.colour for name, look in looks.items() if not variants[name].capabilities.is_control]
+        assert len(set(colours)) == len(colours)
+        assert len({(look.colour, look.line) for look in looks.values()}) == len(able)
+        assert len({(look.colour, look.marker) for look in looks.values()}) == len(able)
 
 
 @given(st.text(max_size=60))
