@@ -420,7 +420,7 @@ class Score(Json):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings(Json):
-    """What a machine could do just before a run, on random data, and what its maker promises: the roof of a roofline.
+    """What a machine could do beside a run, on random data, and what its maker promises: the roof of a roofline.
 
     Args:
         device: `"cpu"` or `"cuda"`.
@@ -433,7 +433,7 @@ class Ceilings(Json):
         is_tf32: float32 products on a GPU might round their inputs to TF32, and the data sheet's figure is TF32's. None
             for everything else, and in older records, whose figure is TF32's although products did not round.
         environment: digest of the environment, described in `run.json`.
-        measured: UTC time, ISO 8601.
+        measured: UTC time, ISO 8601, of the product; as what follows.
         idle_watts: drawn by the GPU just before, where it tells.
         temperature_c: of the GPU just before.
         clocks_mhz: of the GPU before and after.
@@ -465,6 +465,17 @@ class Ceilings(Json):
         """What the maker promises for the products that were measured; None where we do not know."""
         is_of_tf32 = self.device == "cuda" and self.dtype == "float32" and self.is_tf32 is None
         return None if is_of_tf32 else self.peak_flops_per_s
+
+    def or_faster(self, other: Ceilings) -> Ceilings:
+        """Return the faster product and the faster copy of two measurements: a busy moment hides what a machine can do.
+
+        >>> first = Ceilings(device="cpu", dtype="float32", matmul_flops_per_s=1e11, copy_bytes_per_s=2e10)
+        >>> best = first.or_faster(replace(first, matmul_flops_per_s=2e11, copy_bytes_per_s=1e10))
+        >>> best.matmul_flops_per_s, best.copy_bytes_per_s
+        (200000000000.0, 20000000000.0)
+        """
+        faster = max(self, other, key=lambda one: one.matmul_flops_per_s)
+        return replace(faster, copy_bytes_per_s=max(self.copy_bytes_per_s, other.copy_bytes_per_s))
 
     def floor_s(self, flops: float, num_bytes: float) -> float:
         """Return the shortest time that so much work can take: arithmetic and traffic overlap, the longer one counts.

@@ -37,7 +37,7 @@ def matrix(**changes: Any) -> dict[str, Any]:
 def _no_ceilings() -> Iterator[None]:
     """What the machine can do takes seconds to measure: its tests, and the command line's, do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attn_zoo.matrix.drive.run_plan.measure_missing", lambda *_: None)
+        patch.setattr("attn_zoo.matrix.drive.run_plan.note_ceilings", lambda *_, **__: None)
         yield
 
 

@@ -141,7 +141,9 @@ def test_make_targets_that_the_documents_name_exist():
 
 def test_python_examples_in_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.measure_missing", lambda *_: None)  # seconds, of the machine
+    monkeypatch.setattr(
+        "attn_zoo.matrix.drive.run_plan.note_ceilings", lambda *_, **__: None
+    )  # seconds, of the machine
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     start = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     blocks += [

@@ -358,7 +358,7 @@ def plan_of(*names: str):
 MEASURE = """
 import attn_zoo
 from attn_zoo.matrix.drive import run_plan
-run_plan.measure_missing = lambda *_: None  # seconds, of the machine
+run_plan.note_ceilings = lambda *_, **__: None  # seconds, of the machine
 run = attn_zoo.run(
     {"name": "typed", "scaling": [dict(variants=["full"], seq_len=[16], passes=["fwd"], num_heads=2, head_dim=8,
      dtypes=["float32"], device="cpu", budget_s=0.02, isolation="lane")]},

@@ -47,7 +47,7 @@ def load_files():
 def prepare_process():
     """Do in a process of its own what the fixtures do in ours."""
     load_files()
-    mock.patch("attn_zoo.matrix.drive.run_plan.measure_missing").start()
+    mock.patch("attn_zoo.matrix.drive.run_plan.note_ceilings").start()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,7 +62,7 @@ def _misbehaving_variants():
 @pytest.fixture(autouse=True)
 def _no_ceilings(monkeypatch):
     """Seconds that only the tests of ceilings need."""
-    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.measure_missing", lambda *_: None)
+    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.note_ceilings", lambda *_, **__: None)
 
 
 def make_matrix(names: list[Any], **changes: Any):

@@ -199,9 +199,10 @@ def _flops_count(subject: Subject) -> Finding:
             if inputs.query_len >= LONG_LENGTH:
                 least *= (1 - MOST_LOST) * share if share < 1 - AGREEMENT else 1.0
             share = claim / most
-            if claim < (1 - AGREEMENT) * least and isinstance(module, AbstractAttention):
-                least = min(most, _visible_products(module, inputs))
-                words += f", {least:.0f} of them over pairs that see each other" if least < most else ""
+            if isinstance(module, AbstractAttention):
+                if claim < (1 - AGREEMENT) * least:
+                    least = min(most, _visible_products(module, inputs))
+                    words += f", {least:.0f} of them over pairs that see each other" if least < most else ""
             elif claim < (1 - AGREEMENT) * most and (visible := _unmasked_products(module, inputs)) is not None:
                 least = most = visible - projections
                 words += f", or {most:.0f} of its reference without what is masked"

@@ -1,7 +1,8 @@
-"""Measure what this machine can do, once for each run, before anything else runs: the roof of its roofline.
+"""Measure what this machine can do, before and after a run: the roof of its roofline.
 
-A process of its own measures and ends: the driver holds no memory of a GPU and computes nothing. Shards that share a
-folder measure once for each machine, one after another. On a cluster each kind of node is measured on one of them.
+One look may fall on a moment in which others use the machine, and then what is timed later would beat the roof: the
+fastest counts. A process of its own measures and ends: the driver holds no memory of a GPU and computes nothing. Shards
+that share a folder measure one after another. On a cluster each kind of node is measured once, on one of them.
 """
 
 from __future__ import annotations
@@ -55,16 +56,18 @@ def subjects_of(items: Iterable[PlannedCell]) -> set[Subject]:
     }
 
 
-def measure_missing(
+def note_ceilings(
     items: Sequence[PlannedCell],
     store: Store,
     environment: str,
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
+    is_done: bool = False,
 ) -> None:
-    """Measure and store the ceilings that the timings among `items` need and that the folder does not have.
+    """Measure and store the ceilings that the timings among `items` need.
 
-    `should_stop` is asked several times a second; True ends it without a result.
+    Before they run, those that the folder does not have; when that `is_done`, all once more, and of each the faster
+    stays. `should_stop` is asked several times a second; True ends it without a result.
     """
     subjects = subjects_of(items)
     if not subjects:
@@ -72,23 +75,24 @@ def measure_missing(
     with hold_lock(store.folder, None, name=".lock-ceilings", wait=True):
         try:
             here = store.info(has_plan=False).names_of(environment)
-            known = {one.subject[1:] for one in store.ceilings() if one.environment in here}
+            known = {one.subject[1:]: one.environment for one in store.ceilings() if one.environment in here}
         except StoreError as error:
             say(f"{error}; nothing new is measured")
             return
-        missing = subjects - known
-        if not missing:
+        if not is_done:
+            subjects -= known.keys()
+        if not subjects:
             return
-        say("measuring the ceilings of this machine ...")
-        for one in measure_subjects(missing, environment, say, should_stop):
-            store.add_ceilings([one])
+        say(f"measuring the ceilings of this machine{' again' if is_done else ''} ...")
+        for one in measure_subjects(subjects, environment, say, should_stop):
+            store.add_ceilings([replace(one, environment=known.get(one.subject[1:], environment))])
             say(f"  {ceilings_text(one)}")
 
 
 def measure_subjects(
     subjects: Iterable[Subject], environment: str, say: Callable[[str], None], should_stop: Callable[[], bool]
 ) -> Iterator[Ceilings]:
-    """Yield what this machine can do, and say of what that could not be measured; see `measure_missing`."""
+    """Yield what this machine can do, and say of what that could not be measured; see `note_ceilings`."""
     places: dict[_Place, list[str]] = {}
     for device, dtype, threads in sorted(subjects, key=str):
         places.setdefault((device, threads), []).append(dtype)

@@ -19,7 +19,7 @@ from attn_zoo.errors import ConfigError, StoreError, counted
 from attn_zoo.matrix.cell.trial import ONCE_PHASES
 from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
-from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
+from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, note_ceilings
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
@@ -401,13 +401,17 @@ def run(
         try:
             with _signals(session.interrupt):
                 if not engine.is_remote:
-                    measure_missing(left, store, digest, progress.say, session.is_over)
+                    note_ceilings(left, store, digest, progress.say, session.is_over)
                 for item in left:
                     if item.refusal is not None and item.cell.key not in away:
                         started = datetime.now(UTC).isoformat(timespec="seconds")
                         record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
                         session.finished(replace(record, environment=digest))
                 engine.run(lanes_of(left, records, repeats), settings, session)
+                if not engine.is_remote and not session.is_over():
+                    timed = {record.cell.key for record in session.new if record.timing is not None}
+                    measured = [item for item in left if item.cell.key in timed]
+                    note_ceilings(measured, store, digest, progress.say, session.is_over, is_done=True)
         finally:
             progress.end()
         if session.stopped:

@@ -46,7 +46,7 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
         with whole_folder(Path(out)) as folder:
             merged = Store(folder)
             merged.write_info(_merged_info(list(infos.values())))
-            merged.add_ceilings(one for store in reversed(stores.values()) for one in store.ceilings())
+            merged.add_ceilings(one for store in stores.values() for one in store.ceilings())
             for (key, number), record in records.items():
                 if number == 0:
                     merged.write(record)

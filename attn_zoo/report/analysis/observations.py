@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from statistics import geometric_mean, median
 
@@ -79,9 +80,10 @@ class Results:
         return next((run.claims[variant] for run in self.runs if variant in run.claims), Claim())
 
     def ceilings(self, environment: str, device: str, dtype: str, threads: int | None) -> Ceilings | None:
-        """Return what a machine could do, from the first run that measured it."""
-        every = (one for run in self.runs for one in run.ceilings)
-        return next((one for one in every if one.subject == (environment, device, dtype, threads)), None)
+        """Return what a machine could do, the fastest of all runs."""
+        subject = environment, device, dtype, threads
+        every = [one for run in self.runs for one in run.ceilings if one.subject == subject]
+        return reduce(Ceilings.or_faster, every) if every else None
 
     @property
     def environments(self) -> dict[str, Environment]:

@@ -63,7 +63,7 @@ def draw_roofline(panel: Panel, looks: Looks) -> Page | None:
     rated = {label: found for label, series in rows.items() if (found := [row for row in series if row.flops])}
     lengths = sorted({row.seq_len for row in every})
     counted = sorted({row.seq_len for series in rated.values() for row in series})
-    note = f"{panel.subtitle}; roof measured before the run: {ceilings_words(ceilings)}"
+    note = f"{panel.subtitle}; roof measured beside the run: {ceilings_words(ceilings)}"
     what = "counted" if is_one_token(panel.pass_) else "useful"
     is_of_bytes = _is_of_bytes(rated, ceilings)
     is_crowded = len(rated) > MOST_BESIDE and not is_of_bytes

@@ -1,4 +1,4 @@
-"""Ceilings of a run: measured once, in a process of its own, before anything else, and stored by the driver."""
+"""Ceilings of a run: measured in a process of its own, before and after, and the fastest stored by the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attn_zoo.errors import FolderError
 from attn_zoo.matrix.claimed_costs import Claims, claims
 from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
-from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, measure_missing
+from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, note_ceilings
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
@@ -49,8 +49,8 @@ def asked(monkeypatch) -> list[tuple[tuple[str, int | None], list[str]]]:
     return calls
 
 
-def run_once(plan, store, said=None):
-    measure_missing(plan.cells, store, MACHINE.digest, (said if said is not None else []).append, lambda: False)
+def run_once(plan, store, said=None, **how):
+    note_ceilings(plan.cells, store, MACHINE.digest, (said if said is not None else []).append, lambda: False, **how)
 
 
 def test_the_real_process_measures_this_machine_and_leaves_the_driver_alone(store):
@@ -79,12 +79,18 @@ def test_each_device_dtype_and_thread_count_is_measured_once(store, asked):
     assert len(store.ceilings()) == 5
 
 
-def test_the_first_figures_stay_and_other_machines_add_their_own(store, asked):
-    store.add_ceilings([ceiling(matmul_flops_per_s=5.0)])
-    store.add_ceilings([ceiling(matmul_flops_per_s=7.0), ceiling(environment="other")])
-    assert sorted(one.matmul_flops_per_s for one in store.ceilings()) == [5.0, 1e11]
+def test_the_fastest_stays_and_other_machines_add_their_own(store, asked):
+    store.add_ceilings([ceiling(matmul_flops_per_s=7.0, copy_bytes_per_s=2.0, flags=("loaded_host",))])
+    store.add_ceilings([ceiling(matmul_flops_per_s=5.0, copy_bytes_per_s=3.0), ceiling(environment="other")])
+    own = ceiling(matmul_flops_per_s=7.0, copy_bytes_per_s=3.0, flags=("loaded_host",))
+    assert sorted(store.ceilings(), key=lambda one: one.matmul_flops_per_s) == [own, ceiling(environment="other")]
     run_once(tiny_plan(["fake_ok"]), store)
     assert asked == []
+    said: list[str] = []
+    run_once(tiny_plan(["fake_ok"]), store, said, is_done=True)
+    assert asked == [(("cpu", 1), ["float32"])]
+    assert said[0] == "measuring the ceilings of this machine again ..."
+    assert {one.matmul_flops_per_s for one in store.ceilings()} == {1e11}
     assert not list(store.folder.glob(".ceilings*.tmp"))
 
 
@@ -95,9 +101,9 @@ def test_only_timings_that_will_run_need_them(store, asked):
     assert store.ceilings() == ()
 
 
-def test_a_run_measures_first_and_says_so(tmp_path, monkeypatch, asked):
+def test_a_run_measures_before_and_after_and_says_so(tmp_path, monkeypatch, asked):
     monkeypatch.setattr("attn_zoo.measure.environment.capture_environment", environment)
-    monkeypatch.setattr(runner, "measure_missing", measure_missing)
+    monkeypatch.setattr(runner, "note_ceilings", note_ceilings)
     stream, store, order = io.StringIO(), Store(tmp_path / "run"), []
     engine = FakeEngine(before=lambda _: order.append(len(asked)))
     runner.run(tiny_plan(["fake_ok"]), store, engine=engine, progress=PlainProgress(stream))
@@ -106,10 +112,14 @@ def test_a_run_measures_first_and_says_so(tmp_path, monkeypatch, asked):
     assert lines[1] == "measuring the ceilings of this machine ..."
     assert lines[2].strip() == "cpu float32, 1 thread: products 0.1 TFLOP/s, copies 10 GB/s"
     assert lines[3].startswith("[1/2]")
+    assert lines[-2] == "measuring the ceilings of this machine again ..."
+    assert len(asked) == 2
+    runner.run(tiny_plan(["fake_ok"]), store, engine=FakeEngine())
+    assert len(asked) == 2, "nothing was timed"
     remote = FakeEngine()
     remote.is_remote = True
     runner.run(tiny_plan(["fake_ok"], dtypes=["float64"]), store, engine=remote)
-    assert len(asked) == 1, "a driver cannot speak for the nodes of a cluster"
+    assert len(asked) == 2, "a driver cannot speak for the nodes of a cluster"
 
 
 def test_a_process_that_fails_is_a_message_and_the_run_goes_on(store, monkeypatch):
@@ -126,7 +136,7 @@ def test_a_process_that_fails_is_a_message_and_the_run_goes_on(store, monkeypatc
 def test_ctrl_c_and_the_limit_end_it(store, monkeypatch):
     said: list[str] = []
     plan = tiny_plan(["fake_ok"])
-    measure_missing(plan.cells, store, MACHINE.digest, said.append, lambda: True)
+    note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: True)
     assert said[-1] == "no ceilings of cpu: stopped"
     monkeypatch.setattr(module, "LIMIT_S", 0.4)
     run_once(plan, store, said)

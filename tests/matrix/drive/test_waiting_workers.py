@@ -92,7 +92,7 @@ def outcome(tmp_path_factory):
     cells = tuple(item for plan in plans for item in plan.cells)
     store = Store(tmp_path_factory.mktemp("batches") / "run")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.measure_missing", lambda *_: None)
+        monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.note_ceilings", lambda *_, **__: None)
         watch(monkeypatch, cores=3)
         run(replace(plans[0], cells=cells), store)
         return Outcome(store.records(), len(Watched.made), Watched.loading, Watched.waiting, num_alive())
