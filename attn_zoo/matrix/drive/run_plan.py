@@ -343,10 +343,11 @@ def run(
         raise ConfigError(name, [("", text)])
     for path in plan.variant_files:
         require_same_values(path)
-    if store.exists and _without_data(plan):
+    if store.exists and any(item.refusal is not None for item in plan.cells):
         plan = replace(plan, cells=tuple(with_known_data(plan.cells, store.info().planned or ())))
     # Neither run nor refused for good: somewhere the data are.
-    away = {item.cell.key for item in _without_data(plan) if item.cell.data_digest}
+    refused = [(item.cell, item.refusal[0]) for item in plan.cells if item.refusal is not None]
+    away = {cell.key for cell, what in refused if what == "data" and cell.data_digest}
     engine = engine or LocalEngine()
     progress = progress or Progress()
     environment = None if engine.is_remote else capture_environment()  # this machine need be like no node
@@ -427,10 +428,6 @@ def run(
         stopped=session.stopped,
         folder=store.folder,
     )
-
-
-def _without_data(plan: Plan) -> list[PlannedCell]:
-    return [item for item in plan.cells if item.refusal is not None and item.refusal[0] == "data"]
 
 
 def _has_fewer(item: PlannedCell, record: Record | None) -> bool:

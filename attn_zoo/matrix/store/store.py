@@ -183,7 +183,8 @@ def with_known_data(items: Iterable[PlannedCell], planned: Iterable[Cell]) -> li
     known = {_asked(cell): cell.data_digest for cell in planned if cell.data_digest}
 
     def with_data(item: PlannedCell) -> PlannedCell:
-        if item.refusal is None or item.refusal[0] != "data" or not (digest := known.get(_asked(item.cell))):
+        # Without data nothing runs; what refuses a cell may be something else, which is said first.
+        if item.refusal is None or item.cell.data_digest or not (digest := known.get(_asked(item.cell))):
             return item
         return replace(item, cell=replace(item.cell, data_digest=digest))
 

@@ -107,19 +107,22 @@ def test_refused_cells_become_records_without_a_worker(tmp_path):
 
 def test_what_ran_with_data_that_are_not_here_is_neither_stale_nor_refused(tmp_path):
     """Whoever forgets to say where they are."""
-    group = {"variants": ["full"], "task": "text", "level": "1000", "seeds": [0, 1, 2]}
+    group = {"variants": ["full", "linformer"], "task": "byte_lm", "level": "short", "seeds": [0, 1, 2]}
     plan = make_plan(parse_matrix({"name": "test", "accuracy": [group]}, "test.toml"))
-    assert {item.refusal and item.refusal[0] for item in plan.cells} == {"data"}
+    assert [item.refusal and item.refusal[0] for item in plan.cells] == ["data"] * 3 + ["causal"] * 3
     cells = [replace(item.cell, data_digest="of the files") for item in plan.cells]
     store, stream = Store(tmp_path / "run"), io.StringIO()
     with store.writing(plan.matrix.model_dump(mode="json"), environment(), planned=cells):
         store.write(Record(cell=cells[0], status="ok"))
         store.write(Record(cell=cells[1], status="crashed", reason="signal"))
+        for cell in cells[3:5]:
+            store.write(Record(cell=cell, status="unsupported", reason="linformer: no causal form"))
     now = api.status(store.folder)
-    assert (len(now.done), len(now.left), now.stale) == (2, 1, ())
+    assert (len(now.done), len(now.left), now.stale) == (4, 2, ())
     engine = FakeEngine()
     summary = run(plan, store, engine=engine, retry_statuses=["crashed"], progress=PlainProgress(stream))
-    assert (summary.counts, summary.new, summary.exit_code) == ({"ok": 1, "crashed": 1}, 0, 1)
+    counts = {"ok": 1, "crashed": 1, "unsupported": 3}
+    assert (summary.counts, summary.new, summary.exit_code) == (counts, 1, 1)
     assert engine.lanes == []
     assert "cells that wait for data that are not here: 2; say where they are (--data-dir" in stream.getvalue()
     assert {cell.key for cell in store.info().planned or ()} == {cell.key for cell in cells}
