@@ -82,7 +82,6 @@ def compare(
     allow: Annotated[
         list[str] | None, typer.Option(help="Compare all the same: environment, protocol or flagged; may be repeated.")
     ] = None,
-    allow_other_env: Annotated[bool, typer.Option(hidden=True)] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a comment for a pull request.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -91,8 +90,7 @@ def compare(
     from attn_zoo.report.tables.table import to_terminal
     from attn_zoo.report.units import MOST_LINES
 
-    also = ["environment"] if allow_other_env else []
-    found = compare_runs(before, after, allow=[*(allow or ()), *also], limit=_share("--fail-above", fail_above))
+    found = compare_runs(before, after, allow=allow or (), limit=_share("--fail-above", fail_above))
     tables = found.tables(most=MOST_LINES)
     if as_json:
         console.print_json(found.rows)

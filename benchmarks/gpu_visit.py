@@ -291,8 +291,8 @@ def main() -> int:
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # a package that is not installed is found beside this file
     needed = ("torch", "numpy", "scipy", "psutil", "pydantic", "typer", "rich", "safetensors")
-    needed += ("pytest", "xdist", "pytest_benchmark", "pytest_timeout", "hypothesis")
-    if missing := not_installed(needed):
+    testing = ("pytest", "xdist", "pytest_benchmark", "pytest_timeout", "hypothesis")
+    if missing := not_installed((*needed, *testing)):
         print(f"missing packages: {missing}; install them, or put wheels on PYTHONPATH", file=sys.stderr)
         return 2
     if missing := not_installed(("datasets", "transformers", "linformer")):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -49,18 +50,19 @@ class Enqueued(TorchDispatchMode):
         self.allocations: list[str] = []
 
     def __enter__(self) -> Self:
-        self._launch = CachedLaunch.__call__
+        real = CachedLaunch.__call__
 
         def launch(kernel: CachedLaunch, *tensors: Tensor | None) -> None:
             self.launches += 1
-            self._launch(kernel, *tensors)
+            real(kernel, *tensors)
 
-        CachedLaunch.__call__ = launch  # type: ignore[method-assign]
+        self._patch = patch.object(CachedLaunch, "__call__", launch)
+        self._patch.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        CachedLaunch.__call__ = self._launch  # type: ignore[method-assign]
+        self._patch.stop()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,15 +105,13 @@ def stand_in() -> Iterator[None]:
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", 90, 32)
 
-    kept = driver._active, compiler.max_shared_mem, block_attention.choose_path, compression._choose
-    driver.set_active(Driver())
-    compiler.max_shared_mem = lambda _: 232448
-    block_attention.choose_path = lambda *_, **__: "triton"
-    compression._choose = lambda *_: "triton"
-    try:
+    with (
+        patch.object(driver, "_active", Driver()),
+        patch.object(compiler, "max_shared_mem", lambda _: 232448),
+        patch.object(block_attention, "choose_path", lambda *_, **__: "triton"),
+        patch.object(compression, "_choose", lambda *_: "triton"),
+    ):
         yield
-    finally:
-        driver._active, compiler.max_shared_mem, block_attention.choose_path, compression._choose = kept
 
 
 def make_calls(name: str, sizes: argparse.Namespace) -> tuple[Call, Call]:

@@ -21,12 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from attn_zoo.folder import record_text
 from attn_zoo.matrix.claimed_costs import stored_claims
-from attn_zoo.matrix.drive.run_plan import Plan
-from attn_zoo.matrix.plan.expand import make_plan
+from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import load_matrix
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.measure.environment import capture_environment
@@ -98,8 +98,8 @@ def make_folder(folder: Path, plan: Plan, slowdown: float = 1.0) -> None:
     store, environment, cells = Store(folder), capture_environment(), [item.cell for item in plan.cells]
     claims = stored_claims({cell.variant for cell in cells})
     with store.writing(plan.matrix.model_dump(mode="json"), environment, claims=claims, planned=cells):
-        roof = {"device": "cpu", "matmul_flops_per_s": 1e16, "copy_bytes_per_s": 1e13}
-        store.add_ceilings(Ceilings(**roof, dtype=dtype, environment=environment.digest) for dtype in DTYPES)
+        roof = Ceilings(device="cpu", dtype="", matmul_flops_per_s=1e16, copy_bytes_per_s=1e13)
+        store.add_ceilings(replace(roof, dtype=dtype, environment=environment.digest) for dtype in DTYPES)
         for cell in cells:  # not by the store, which waits for the disk each time
             text = record_text(record_of(cell, environment.digest, slowdown))
             (folder / "cells" / f"{cell.key}.json").write_text(text)

@@ -152,15 +152,14 @@ def test_a_mistake_in_an_option_is_one_message(call, arguments, words):
     assert words in answer.err
 
 
-def test_the_older_option_for_other_environments_still_works(call, tmp_path, monkeypatch):
+def test_other_environments_are_compared_where_they_are_allowed(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = replace(MACHINE, cpu="Other CPU")
     write_run(tmp_path / "a", [timed("v", 512, 10.0)])
     write_run(tmp_path / "b", [replace(timed("v", 512, 10.0), environment=other.digest)], environment=other)
     refused = call("compare", "a", "b")
     assert (refused.code, "differ in environment (cpu)" in refused.err) == (2, True)
-    for option in (["--allow-other-env"], ["--allow", "environment"]):
-        assert call("compare", "a", "b", *option).code == 0
+    assert call("compare", "a", "b", "--allow", "environment").code == 0
 
 
 @pytest.mark.usefixtures("folders")
