@@ -181,10 +181,13 @@ def history(
 
 
 def _chosen(rows: Sequence[dict[str, Any]], field: Literal["pass", "seq_len"], wanted: Any) -> list[dict[str, Any]]:
-    """Return the rows with the value asked for; else with the most frequent one, of lengths the longer among equals."""
+    """Return the rows with the value asked for; else the most frequent pass, or the longest length that most have."""
     counts = Counter(row[field] for row in rows)
-    if wanted is None:
-        wanted = max(counts, key=lambda one: (counts[one], (one or 0) if field == "seq_len" else 0))
+    if wanted is None and field == "seq_len":
+        most = max(counts.values())
+        wanted = max((one for one in counts if 2 * counts[one] > most), key=lambda one: one or 0)
+    elif wanted is None:
+        wanted = max(counts, key=lambda one: counts[one])
     elif wanted not in counts:
         what, known = field.replace("seq_len", "length"), [str(one) for one in counts]
         raise UnknownNameError(what, str(wanted), known, f"there are {', '.join(known)}")

@@ -181,7 +181,7 @@ DISTURBANCES: Mapping[str, str] = {
 """The mark of each flag of a timing that was disturbed."""
 
 FLAG_MARKS: Mapping[str, str] = {**DISTURBANCES, "too_short": "short"}
-"""The mark of each flag that has one. The others are about the spread, which the interval shows."""
+"""The mark of each flag that has one. The others are about the spread, which the interval shows, or are in `flags`."""
 
 
 def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:

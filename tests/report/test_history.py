@@ -81,6 +81,15 @@ def test_a_curve_is_of_one_setting_and_of_one_choice_of_options(repository, tmp_
     assert found.title == "Forward, 1k tokens, float32, cpu, 8 key/value heads, head size 64, over commits"
 
 
+def test_the_length_is_the_longest_that_most_have(repository, tmp_path):
+    shutil.rmtree(tmp_path / "runs")
+    lengths = {"v": (512, 1024, 4096), "w": (512, 1024), "x": (512,)}
+    write_run(tmp_path / "runs" / "two", [timed(name, n, 1.0) for name, every in lengths.items() for n in every])
+    repository("add", "-A")
+    repository("commit", "-qm", "lengths")
+    assert set(history("runs/two").frame["seq_len"]) == {1024}
+
+
 @pytest.mark.usefixtures("repository")
 def test_what_is_shown_can_be_chosen(tmp_path, monkeypatch):
     assert set(history("runs/one", variants=["w"]).frame["label"]) == {"w"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from attn_zoo.errors import counted
@@ -116,6 +116,7 @@ class Crossing:
         waiting: which of the two wait for the host where they cross, so that it is not the mechanisms that do.
         is_in_turns: at every length both were timed in turns, and the ratios are those of their rounds.
         doubts: what makes a time doubtful that this was made of, but for what `waiting` says already.
+        ends: the longest length of both, where the exact one was measured at longer ones; else None.
     """
 
     label: str
@@ -126,6 +127,7 @@ class Crossing:
     waiting: tuple[str, ...] = ()
     is_in_turns: bool = False
     doubts: tuple[str, ...] = ()
+    ends: int | None = None
 
     @property
     def rank(self) -> float:
@@ -230,6 +232,8 @@ def _verdict(
         if power - TOLERANCE <= exponent.low and exponent.high <= power + TOLERANCE:
             leading = fit.dominant(fit.lengths[-1])
             return (word, "") if leading == word else (NOT_SETTLED, f"slope {ends}: the {leading} term leads")
+    if exponent.high < 0:
+        return NOT_SETTLED, f"slope {ends}: no cost falls with the length, the machine changed meanwhile"
     if any(exponent.low <= power <= exponent.high for power, _ in _POWERS):
         return NOT_SETTLED, f"slope {ends}: too wide to tell"
     return NOT_SETTLED, f"slope {ends}: no whole power"
@@ -268,16 +272,15 @@ def crossings(
     exact = [series for series in every if series.is_exact and series.points]
     if fastest is None:
         return []
-    found = []
+    longest, found = max(series.points[-1].seq_len for series in exact), []
     for series in (one for one in every if one.points and not (one.is_exact or one.is_simulated)):
         main = _crossing(series.label, fastest.label, pairs_of(series, fastest), quantity, is_main=True)
         others = [one for one in exact if one.label != main.against] if len(exact) > 1 else []
         own = [_crossing(series.label, one.label, pairs_of(series, one), quantity, is_main=False) for one in others]
-        found += [
-            one
-            for one in (main, *own)
-            if quantity != "device" or (one.result is not None and len(one.result.lengths) > 1)
-        ]
+        for one in (main, *own):
+            last = one.result.lengths[-1] if one.result is not None else 0
+            if quantity != "device" or (one.result is not None and len(one.result.lengths) > 1):
+                found.append(replace(one, ends=last) if 0 < last < longest else one)
     return found
 
 
@@ -312,7 +315,7 @@ def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_ma
 
 def _deciding(result: Crossover) -> tuple[int, ...]:
     """Return the lengths that a crossing and its interval lie between; all of them where nothing crosses."""
-    if result.kind != "crosses":
+    if result.kind != "crosses" and result.low is None and result.high is None:
         return result.lengths
     before = [length for length in result.lengths if length <= (result.low or 0)][-1:]
     after = [length for length in result.lengths if length >= (result.high or math.inf)][:1]

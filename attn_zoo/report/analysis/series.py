@@ -38,10 +38,12 @@ class Point:
     Args:
         record: as stored, or several (seeds, repeated runs) with their samples pooled.
         is_waiting: for the host that launches it; see `waiting_lengths`.
+        num_records: that were pooled.
     """
 
     record: Record
     is_waiting: bool = False
+    num_records: int = 1
 
     @property
     def timing(self) -> Timing:
@@ -257,7 +259,7 @@ def make_series(label: str, members: Sequence[Observation], pass_: str, results:
     for _, same in sorted(by_length.items()):
         timed = [one.record for one in same if one.is_timed]
         if timed:
-            points.append(Point(pool_records(timed)))
+            points.append(Point(pool_records(timed), num_records=len(timed)))
         else:
             run = [one for one in same if one.record.status != NOT_RUN] or same
             failures.append(Failure(run[-1].record))

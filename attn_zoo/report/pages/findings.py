@@ -26,7 +26,7 @@ from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import factor_text, weights_words
 from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, percent, some
-from attn_zoo.report.wording import doubt_list, machine_words, marks_of, outcome
+from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -220,6 +220,8 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
     found = panel.speed_up(label, common.seq_len)
     assert found is not None  # it was measured there, and so was exact attention
     beside = [doubt_list(found.doubts, panel.shown_doubts)]
+    if "alone" in found.doubts and "alone" not in panel.shown_doubts:  # said once on a page, but this is read by itself
+        beside.append(MARKS["alone"][1])
     beside += ["not timed in turns with it"] if panel.turns and not found.is_in_turns else []
     why = f" ({', '.join(filter(None, beside))})" if any(beside) else ""
     who = "" if [label] == named else f"{label} "
@@ -348,8 +350,8 @@ def _crossing_line(panel: Panel) -> str:
 
 
 def _memory_line(panel: Panel) -> str:
-    judged = {series.label for series in _judged(panel)}
-    ranked = sorted((peak, label) for label, peak in panel.peaks.items() if label in judged)
+    judged = _judged(panel)
+    ranked = sorted((panel.peaks[series.label], series.label) for series in judged if series.label in panel.peaks)
     if not ranked:
         return ""
     said = [f"{label} {human_bytes(peak)}" for peak, label in ranked]
@@ -357,6 +359,10 @@ def _memory_line(panel: Panel) -> str:
     exact = {one.label for one in panel.series if one.is_exact} - named
     beside = [f"exact: {some(text for text, (_, label) in zip(said, ranked, strict=True) if label in exact)}"]
     beside = [*(beside if exact & {*panel.peaks} else []), *([f"the most: {said[-1]}"] if len(said) > FEW else [])]
+    for series in judged:  # what has no record at the longest length may have needed more before
+        last = series.points[-1]
+        if (peak := last.memory.peak_bytes or 0) > ranked[-1][0]:
+            beside.append(f"{series.label} {human_bytes(peak)} at {human_length(last.seq_len)}")
     linear = ["exact attention's is linear too: fused kernels store no scores"] if _has_linear_memory(panel) else []
     where = f"{_at(panel)} {human_length(panel.lengths[-1])}"
     return f"Peak memory {where}: {'; '.join([', '.join(said[:FEW]), *beside, *linear])}."

@@ -245,7 +245,8 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
 
     def link(point: Point | Failure) -> str:
         record = f"cells/{quote(point.record.cell.key)}.json"
-        return f"{where}/{record}" if (folder / record).is_file() else f"{where}/report.html"
+        is_own = isinstance(point, Failure) or point.num_records == 1  # no record has the number of several
+        return f"{where}/{record}" if is_own and (folder / record).is_file() else f"{where}/report.html"
 
     def row(series: Series) -> tuple[Entry, ...]:
         entries = [Entry(text=clean(series.label))]

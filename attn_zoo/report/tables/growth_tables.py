@@ -141,14 +141,15 @@ def _crossing_words(crossing: Crossing, waits: str) -> str:
             return f"level at {first}, the only length"
         return f"{'cheaper' if result.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
     host = f" ({waits})" if crossing.waiting else ""
+    until = f" (up to {human_length(crossing.ends)})" if crossing.ends else ""
     if crossing.is_settled and result.length is not None:
-        return f"from {round_length(result.length)}{host}"
+        return f"from {round_length(result.length)}{until}{host}"
     if crossing.is_settled and result.kind == "always_faster":
-        return f"from {first} or less"
+        return f"from {first} or less{until}"
     if crossing.is_settled:
         return f"at {some(map(human_length, result.cheaper))} only" if result.cheaper else f"none up to {last}"
     if result.high is not None:
-        return f"from {round_length(result.high)} or less{host}"
+        return f"from {round_length(result.high)} or less{until}{host}"
     return "not settled" if result.low is None else f"not below {round_length(result.low)}, then not settled"
 
 

@@ -99,7 +99,10 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
 
 def _how_to_read(panel: Panel, quantity: Literal["time", "memory"]) -> Note:
     if quantity == "memory":
-        return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.",)
+        room = (
+            "A buffer of keys doubles when it is full, so up to half of it is empty." if panel.pass_ == "decode" else ""
+        )
+        return (f"Most bytes that tensors occupied at once, {held_words(panel.pass_)} included.", room)
     return ("Median time.", BRACKETS, *time_caveats(panel), _GRAPHS)
 
 

@@ -47,6 +47,13 @@ def test_simulated_variants_get_no_verdict_and_no_crossing(tmp_path):
     assert one.crossings == []
 
 
+def test_a_time_that_falls_with_the_length_is_of_the_machine(tmp_path):
+    one = panel(tmp_path, [scaling("full", n, 5.0 * (512 / n) ** 0.2) for n in DOUBLINGS])
+    assert one.time["full"].verdict == "not settled"
+    assert one.time["full"].why.endswith("no cost falls with the length, the machine changed meanwhile")
+    assert one.time["full"].words == "less than linear"
+
+
 def test_one_length_gives_no_exponent(tmp_path):
     one = panel(tmp_path, [scaling("full", 512)])
     assert one.time["full"].exponent is None
