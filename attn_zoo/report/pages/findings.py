@@ -360,9 +360,9 @@ def _memory_line(panel: Panel) -> str:
     beside = [f"exact: {some(text for text, (_, label) in zip(said, ranked, strict=True) if label in exact)}"]
     beside = [*(beside if exact & {*panel.peaks} else []), *([f"the most: {said[-1]}"] if len(said) > FEW else [])]
     for series in judged:  # what has no record at the longest length may have needed more before
-        last = series.points[-1]
-        if (peak := last.memory.peak_bytes or 0) > ranked[-1][0]:
-            beside.append(f"{series.label} {human_bytes(peak)} at {human_length(last.seq_len)}")
+        for last in series.points[-1:]:
+            if (peak := last.memory.peak_bytes or 0) > ranked[-1][0]:
+                beside.append(f"{series.label} {human_bytes(peak)} at {human_length(last.seq_len)}")
     linear = ["exact attention's is linear too: fused kernels store no scores"] if _has_linear_memory(panel) else []
     where = f"{_at(panel)} {human_length(panel.lengths[-1])}"
     return f"Peak memory {where}: {'; '.join([', '.join(said[:FEW]), *beside, *linear])}."
