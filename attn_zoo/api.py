@@ -261,6 +261,8 @@ def _engine(name: str, address: str, jobs: int) -> Engine:
         return RayEngine(address, jobs)
     if name != "local":
         raise UnknownNameError("engine", name, ["local", "ray"], "there are local, ray")
+    if address != "local":
+        raise ConfigError("--address", [("", f"is of a cluster: expected --engine ray with it; got {address!r} alone")])
     from attn_zoo.matrix.drive.engines.local import LocalEngine
 
     return LocalEngine(jobs)

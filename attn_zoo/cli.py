@@ -346,19 +346,22 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
     """Show what a results folder has, what is left, and what failed with which reason."""
     from attn_zoo.matrix.drive.machine_ceilings import ceilings_text
     from attn_zoo.matrix.store.store import Store
+    from attn_zoo.records import Ceilings
 
     load_files(files)
-    store, now = Store(folder), api.status(folder, data_dir)
+    now, ceilings = api.status(folder, data_dir), list[Ceilings]()
+    try:
+        ceilings = list(Store(folder).ceilings())
+    except StoreError as error:
+        console.tell(f"warning: {error}")
     if as_json:
         counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
         left = [item.cell.id for item in now.left]
         begun = {item.cell.id: now.begun[item.cell.key] for item in now.left if item.cell.key in now.begun}
-        ceilings = [one.to_dict() for one in store.ceilings()]
-        console.print_json(
-            {"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": ceilings}
-        )
+        roofs = [one.to_dict() for one in ceilings]
+        console.print_json({"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": roofs})
     else:
-        console.print_standing(now, [ceilings_text(one) for one in store.ceilings()], folder, files or [])
+        console.print_standing(now, [ceilings_text(one) for one in ceilings], folder, files or [])
 
 
 @app.command()

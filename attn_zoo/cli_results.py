@@ -126,7 +126,7 @@ def _share(option: str, text: str | None) -> float | None:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = -1.0
-    if not 0 <= share < 10:
+    if not 0 <= share < (10 if text.endswith("%") else 1):
         raise ConfigError(option, [("", f"expected a share, such as 5% or 0.05; got {text!r}")])
     return share
 

@@ -133,6 +133,11 @@ class Capabilities:
         for name in self.why:
             if name not in (known := list(self.__dataclass_fields__)):
                 raise UnknownNameError("capability in why", name, known)
+        for name in self.dtypes if isinstance(self.dtypes, tuple) else ():
+            if name not in FLOAT_DTYPES:
+                raise UnknownNameError("dtype", str(name), FLOAT_DTYPES, f"dtypes are {', '.join(FLOAT_DTYPES)}")
+        if not self.dtypes:
+            raise ValueError("dtypes: expected at least one; got nothing")
         if type(self.seq_len_multiple) is int and self.seq_len_multiple < 1:
             raise ValueError(f"seq_len_multiple: expected at least 1; got {self.seq_len_multiple}")
         if "none" not in self.positions:

@@ -18,6 +18,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
+from traceback import extract_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -28,7 +29,7 @@ from attn_zoo.discovery.import_trial import IMPORT_TIMEOUT_S, is_trial
 from attn_zoo.discovery.own_files import own_digest
 from attn_zoo.discovery.plain_files import import_file, plain_file_at_work
 from attn_zoo.discovery.providers import LoadFailure, discover, is_offered
-from attn_zoo.errors import ConfigError, UnknownNameError, suggestion
+from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO, Capabilities, Complexity, Form, Reference, Shape
 from attn_zoo.typed_code import has_changed, is_typed, write_typed
 
@@ -128,9 +129,9 @@ class Variant:
         """Return what the variant can do under these options.
 
         Raises:
-            ConfigError: the config's `narrow` offers what the variant does not declare, or gives something else.
+            ConfigError: the config's `narrow` offers what the variant does not declare or no capabilities, or raises.
         """
-        narrowed = self._expect(Capabilities, "narrow", config.narrow(self.capabilities))
+        narrowed = self._ask(Capabilities, "narrow", lambda: config.narrow(self.capabilities))
         if narrowed is not self.capabilities and (wider := narrowed.widened(self.capabilities)):
             raise ConfigError(self.name, [("narrow", f"may only take away; it adds {', '.join(wider)}")])
         return narrowed
@@ -139,15 +140,34 @@ class Variant:
         """Return what the variant claims to cost under these options.
 
         Raises:
-            ConfigError: the config's `claim` gives something else.
+            ConfigError: the config's `claim` gives something else, or raises.
         """
-        return self._expect(Complexity, "claim", config.claim(self.complexity))
+        return self._ask(Complexity, "claim", lambda: config.claim(self.complexity))
+
+    @property
+    def option_sets(self) -> tuple[dict[str, Any], ...]:
+        """Sets of options that checks try: those its config names in `check_options`, else the defaults.
+
+        Raises:
+            ConfigError: it gives something else, or raises.
+        """
+        sets = self._ask(tuple, "check_options", lambda: tuple(self.config.check_options())) or ({},)
+        if wrong := [each for each in sets if not isinstance(each, Mapping)]:
+            raise ConfigError(self.name, [("check_options", f"expected dicts of options; got {wrong[0]!r} among them")])
+        return sets
 
     def has_budget(self, config: VariantConfig, seq_len: int) -> bool:
         """Tell whether it is exact softmax attention under these options, or becomes it as some of them grow."""
         return self.capabilities_of(config).is_exact or bool(config.budgets(seq_len))
 
-    def _expect(self, kind: type[_Config], method: str, given: _Config) -> _Config:
+    def _ask(self, kind: type[_Config], method: str, ask: Callable[[], Any]) -> _Config:
+        """Return what a method of the config says, which is the user's own code."""
+        try:
+            given = ask()
+        except (ConfigError, UnsupportedError):
+            raise
+        except Exception as error:
+            raise ConfigError(self.name, [(method, _raised(error))]) from error
         if not isinstance(given, kind):  # a return that was forgotten
             raise ConfigError(self.name, [(method, f"expected to return {kind.__name__}; got {given!r}")])
         return given
@@ -368,8 +388,14 @@ def _something_or_nothing(path: Path) -> Iterator[None]:
     for registry in (variants, tasks):
         registry.remove_file(str(path))  # what it registered before it was changed
     before = variants.names, tasks.names
-    with all_or_nothing():
+    from attn_zoo.discovery.global_state import changes, read_state, restored
+
+    with all_or_nothing(), restored(has_generators=False):
+        settings = read_state(has_generators=False)
         yield
+        for name, how in changes(settings).items():
+            text = f"its import changes {name}: {how}; others share the process: set it in a call, and put it back"
+            raise ConfigError(path.name, [("", text)])
         if (variants.names, tasks.names) == before:
             how = "decorate a class with register_attention, register_mixer or register_task"
             raise ConfigError(path.name, [("", f"registers no variant and no task: {how}")])
@@ -559,8 +585,11 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
     # TOML has no tuples, and configs are frozen.
     given = {name: _frozen(value) for name, value in options.items()}
     try:
-        checked = _checked(_model_of(config), given)  # type: ignore[arg-type]
-        return config(**{name: getattr(checked, _OWN + name) for name in given})
+        model = _model_of(config)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ConfigError(source, [(config.__name__, f"its annotations cannot be read: {_raised(error)}")]) from error
+    try:
+        checked = _checked(model, given)
     except ValidationError as error:
         problems = []
         for detail in error.errors(include_url=False):
@@ -571,8 +600,19 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
             else:
                 problems.append((path, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {detail['input']!r}"))
         raise ConfigError(source, problems) from None
-    except ValueError as error:  # from the config's own __post_init__
+    try:
+        return config(**{name: getattr(checked, _OWN + name) for name in given})
+    except (AttnZooError, ValueError) as error:  # from its own __post_init__, for people
         raise ConfigError(source, [("", str(error))]) from None
+    except Exception as error:
+        raise ConfigError(source, [("", _raised(error))]) from error
+
+
+def _raised(error: Exception) -> str:
+    """Return what an error of somebody else's code was, and where it was raised."""
+    place = extract_tb(error.__traceback__)[-1]
+    words = "".join(f": {line}" for line in str(error).splitlines()[:1])
+    return f"{type(error).__name__}{words} ({Path(place.filename).name}:{place.lineno})"
 
 
 def capabilities_of(name: str, options: Mapping[str, Any]) -> Capabilities:

@@ -159,6 +159,11 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
         (lambda: attn_zoo.run("quick", device="cuda"), UnsupportedError, "no CUDA device here"),
         (lambda: attn_zoo.run("scaling-gpu"), UnsupportedError, "scaling-gpu is for a GPU, and there is no CUDA"),
         (lambda: attn_zoo.run("quick", engine="rai"), UnknownNameError, "unknown engine 'rai'; did you mean 'ray'"),
+        (
+            lambda: attn_zoo.run("quick", address="head:1"),
+            ConfigError,
+            "--address: is of a cluster: expected --engine ray",
+        ),
         (lambda: attn_zoo.run("quick", retry="tiemout"), UnknownNameError, "did you mean 'timeout'"),
         (lambda: attn_zoo.run("quick", shard="3"), ConfigError, "expected I/N"),
         (lambda: attn_zoo.run("quick", variants="ful"), UnknownNameError, "did you mean 'full'"),

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": WORDS | {"registry"},
     "training": WORDS | {"records", "statistics", "registry", "attention", "model", "tasks", "kernels", "measure"},
     "measure": WORDS | {"records", "statistics"},
-    "conformance": WORDS | {"registry", "attention", "kernels", "measure"},
+    "conformance": WORDS | {"discovery", "registry", "attention", "kernels", "measure"},
     "matrix": WORDS
     | {"records", "statistics", "registry", "discovery", "attention", "kernels", "training", "tasks", "measure"}
     | {"conformance", "folder", "packed_run", "typed_code", ""},

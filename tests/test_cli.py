@@ -659,6 +659,16 @@ def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):
         assert "unsupported: flex_bigbird: FlexAttention has no backward pass on a CPU FlexAttention bigbird/" in text
 
 
+def test_the_status_of_a_folder_with_a_damaged_file_names_it_and_goes_on(call, tmp_path):
+    folder = shutil.copytree(MEASURED, tmp_path / "damaged")
+    (folder / "ceilings.json").write_text("{")
+    answer = call("status", str(folder))
+    assert answer.code == 0
+    assert "75 done" in answer.out
+    assert "ceilings.json: not readable as JSON" in answer.err
+    assert json.loads(call("status", str(folder), "--json").out)["ceilings"] == []
+
+
 def test_doctor_says_what_runs_here(call):
     answer = call("doctor", "--wait")
     assert answer.code == 0

@@ -143,6 +143,7 @@ def test_doubtful_rows_do_not_fail_a_build(call, tmp_path):
         (("--fail-above", "fast"), "expected a share, such as 5% or 0.05; got 'fast'"),
         (("--fail-above", "-5%"), "expected a share"),
         (("--fail-above", "nan"), "expected a share"),
+        (("--fail-above", "5"), "expected a share"),
         (("--allow", "env"), "unknown allowance 'env'"),
     ],
 )

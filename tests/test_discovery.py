@@ -18,6 +18,7 @@ import attn_zoo
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
 from attn_zoo.discovery import plain_files
+from attn_zoo.discovery.global_state import read_state
 from attn_zoo.discovery.import_trial import ask_python, importable
 from attn_zoo.discovery.providers import discover, tried_imports
 from attn_zoo.errors import ConfigError
@@ -288,6 +289,24 @@ def test_a_file_that_registers_nothing_is_refused_and_can_be_mended(tmp_path):
     path.write_text(TASK.format(name="mended"))
     load_file(path, None)
     assert "mended" in tasks
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("torch.set_num_threads(7)", r"the number of threads: \d+ to 7"),
+        ("torch.set_grad_enabled(False)", "the mode of gradients: True to False"),
+        ("torch.set_default_dtype(torch.float64)", "the default dtype: float32 to float64"),
+    ],
+)
+def test_a_plain_file_whose_import_changes_what_others_are_measured_with_is_refused(tmp_path, line, words):
+    path = tmp_path / "mine.py"
+    path.write_text(f"import torch\n\n{line}\ntorch.manual_seed(0)\n{TASK.format(name='mine')}")
+    before = read_state(has_generators=False)
+    with pytest.raises(ConfigError, match=rf"mine\.py: its import changes {words}; others share the process"):
+        load_file(path, None)
+    assert read_state(has_generators=False) == before
+    assert "mine" not in tasks
 
 
 def test_a_plain_file_that_raises_is_named_with_its_line(tmp_path):

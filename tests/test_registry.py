@@ -259,6 +259,69 @@ def test_a_config_with_constants_only_needs_no_decorator():
     assert variants["constant"].config is Constants
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raising(VariantConfig):
+    """What can be wrong in the code of a config; `wrong` says what is."""
+
+    wrong: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.wrong != "assert"
+        if self.wrong == "type":
+            raise TypeError("no such type")
+
+    def narrow(self, capabilities: Capabilities) -> Capabilities:
+        if self.wrong == "name":
+            return capabilities.without(casual="a letter is in the wrong place")
+        return {} if self.wrong == "narrow" else capabilities  # type: ignore[return-value]
+
+    def claim(self, complexity: Complexity) -> Complexity:
+        claims = {"": complexity}
+        return claims["claim" if self.wrong == "claim" else ""]
+
+    @classmethod
+    def check_options(cls) -> tuple[dict[str, Any], ...]:
+        return ("wrong",)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("assert", r"raising: AssertionError.* \(test_registry\.py:\d+\)"),
+        ("type", r"raising: TypeError: no such type \(test_registry\.py:\d+\)"),
+        ("name", r"raising: narrow: UnknownNameError: unknown capability 'casual'; did you mean 'causal'\?"),
+        ("narrow", r"raising: narrow: expected to return Capabilities; got \{\}"),
+        ("claim", r"raising: claim: KeyError: 'claim' \(test_registry\.py:\d+\)"),
+        ("", r"raising: check_options: expected dicts of options; got 'wrong' among them"),
+    ],
+)
+def test_what_the_code_of_a_config_raises_is_a_mistake_in_it(wrong, message):
+    register_attention("raising", config=Raising, **CARD)(Copying)
+    variant = variants["raising"]
+
+    def ask() -> object:
+        config = make_config(Raising, {"wrong": wrong}, "raising")
+        return variant.capabilities_of(config), variant.complexity_of(config), variant.option_sets
+
+    with pytest.raises(ConfigError, match=message):
+        ask()
+
+
+def test_annotations_that_mean_nothing_are_named():
+    @dataclass(frozen=True, kw_only=True)
+    class Config(VariantConfig):
+        width: "Undefined" = 1  # type: ignore[name-defined]  # noqa: F821, UP037
+
+    with pytest.raises(ConfigError, match="mine: Config: its annotations cannot be read: NameError: name 'Undefined'"):
+        make_config(Config, {}, "mine")
+
+
+@pytest.mark.parametrize(("dtypes", "error"), [(("fp32",), UnknownNameError), ((), ValueError)])
+def test_unknown_dtypes_are_refused_where_they_are_said(dtypes, error):
+    with pytest.raises(error, match="dtype"):
+        replace(CARD["capabilities"], dtypes=dtypes)
+
+
 def test_a_taken_variant_name_is_refused():
     with pytest.raises(ConfigError, match="'full' is already registered by attn_zoo"):
         register_attention("full", **CARD)(Copying)

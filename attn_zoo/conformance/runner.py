@@ -17,11 +17,11 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext, build_mixer
 from attn_zoo.conformance.check import Check, CheckResult, Outcome, Violation
 from attn_zoo.conformance.checks.all_checks import CHECKS
-from attn_zoo.conformance.global_state import all_digits, restored
 from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.lengths import FEW_LENGTHS, LENGTHS, LONGEST, SPANS, across_blocks, fitting
 from attn_zoo.conformance.subject import Module, Subject, gradients
 from attn_zoo.conformance.tolerance import allowing, strain
+from attn_zoo.discovery.global_state import all_digits, restored
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
@@ -91,7 +91,7 @@ def run_checks(
         raise ValueError(f"max_seq_len: expected at least {FEWEST_TOKENS}; got {max_seq_len}")
     variant = variants[name]
     selected = find_checks(checks)
-    sets = variant.config.check_options() or ({},) if options is None else (dict(options),)
+    sets = variant.option_sets if options is None else (dict(options),)
     build = BuildContext(
         embed_dim=embed_dim,
         num_heads=num_heads,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import CHECKS, CheckResult, run_checks
-from attn_zoo.conformance.global_state import all_digits
+from attn_zoo.discovery.global_state import all_digits
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Capabilities, Complexity
 from attn_zoo.registry import VariantConfig, variants

@@ -181,7 +181,7 @@ def measure_complexity(name: str, options: Mapping[str, Any] | None = None) -> t
     subject = Subject(
         variant=variant,
         form="mixer",
-        options=variant.config.check_options()[0] if options is None else options,
+        options=variant.option_sets[0] if options is None else options,
         build=build,
         dtypes=(torch.float64,),
         lengths=(),
@@ -422,7 +422,7 @@ def _complexity_claims(subject: Subject) -> Finding:
             raise  # sizes that do not fit each other
         raise Violation("a claim cannot be read", str(error)) from None
     # Other options may name chunks and windows as long as these sequences, in which nothing is seen to grow.
-    are_small = dict(subject.options) in subject.variant.config.check_options()
+    are_small = dict(subject.options) in subject.variant.option_sets
     for row in rows:
         direction = "causal" if row.is_causal else "bidirectional"
         for what, growth in (("sequential operations", row.sequential_ops), ("maximum path length", row.max_path)):

@@ -12,10 +12,10 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.randomness import seeded_call
-from attn_zoo.conformance.global_state import TORCH_GENERATOR, changes, read_state, restored
 from attn_zoo.conformance.inputs import Inputs, padding_mask
 from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, infer
 from attn_zoo.conformance.tolerance import largest_error, rounding, same_shape_tolerance
+from attn_zoo.discovery.global_state import TORCH_GENERATOR, changes, read_state, restored
 from attn_zoo.errors import counted
 
 NUM_REPEATS = 4

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from attn_zoo.conformance.global_state import all_digits
+from attn_zoo.discovery.global_state import all_digits
 from attn_zoo.errors import AttnZooError, ConfigError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attn_zoo.conformance.global_state import settings_kept
+from attn_zoo.discovery.global_state import settings_kept
 from attn_zoo.errors import AttnZooError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from os import getpid
@@ -69,11 +70,22 @@ def note_ceilings(
     Before they run, those that the folder does not have; when that `is_done`, all once more, and of each the faster
     stays. `should_stop` is asked several times a second; True ends it without a result.
     """
-    subjects = subjects_of(items)
+    subjects, is_told = subjects_of(items), False
     if not subjects:
         return
-    with hold_lock(store.folder, None, name=".lock-ceilings", wait=True):
+
+    def should_give_up() -> bool:
+        nonlocal is_told
+        if not is_told:
+            say("another shard measures the ceilings of its machine; waiting for it ...")
+        is_told = True
+        return should_stop()
+
+    with ExitStack() as stack:
         try:
+            stack.enter_context(
+                hold_lock(store.folder, None, name=".lock-ceilings", wait=True, should_stop=should_give_up)
+            )
             here = store.info(has_plan=False).names_of(environment)
             known = {one.subject[1:]: one.environment for one in store.ceilings() if one.environment in here}
         except StoreError as error:

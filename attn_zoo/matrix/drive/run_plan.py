@@ -300,7 +300,8 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

@@ -33,8 +33,8 @@ from attn_zoo.attention import build_attention
 from attn_zoo.attention.generators import seed_generators
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.conformance import FirstCall, check_output
-from attn_zoo.conformance.global_state import settings_kept
 from attn_zoo.conformance.inputs import Inputs
+from attn_zoo.discovery.global_state import settings_kept
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.outcomes import ended

@@ -306,7 +306,9 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
             case "value_error":
                 text = str(context["error"])
             case "string_pattern_mismatch":
-                text = f"expected letters, digits and . _ - (a label may also have spaces and + = ( )); got {got}"
+                text = (
+                    f"expected up to 64 letters, digits and . _ - (a label may have spaces and + = ( ) too); got {got}"
+                )
             case "int_type" | "float_type" | "bool_type" | "string_type" | "dict_type" | "model_type":
                 words = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
                 kind = words.get(detail["type"].removesuffix("_type"), "a table")

@@ -6,18 +6,26 @@ import errno
 import fcntl
 import json
 import os
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from attn_zoo.errors import FolderError
 
+_PAUSE_S = 0.2
+
 
 @contextmanager
 def hold_lock(
-    folder: Path, shard: tuple[int, int] | None, *, name: str = ".lock", wait: bool = False
+    folder: Path,
+    shard: tuple[int, int] | None,
+    *,
+    name: str = ".lock",
+    wait: bool = False,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Iterator[None]:
     """Hold the lock of a results folder, or one shard's, while the block runs. The kernel frees it with the process.
 
@@ -26,12 +34,13 @@ def hold_lock(
         shard: (I, N): share the folder with other shards, but not with a second run of this one, nor with a whole run.
         name: of the lock file.
         wait: until it is free, instead of raising.
+        should_stop: of one lock that is waited for, asked several times a second while it is not free; True raises.
 
     Raises:
         StoreError: somebody else holds it, or runs another number of shards; the message says who and since when.
     """
     if shard is None:
-        with _flock(folder / name, fcntl.LOCK_EX, wait):
+        with _flock(folder / name, fcntl.LOCK_EX, wait, should_stop):
             yield
         return
     with ExitStack() as stack:
@@ -60,14 +69,16 @@ def _is_held(path: Path) -> bool:
 
 
 @contextmanager
-def _flock(path: Path, kind: int, wait: bool) -> Iterator[None]:
+def _flock(path: Path, kind: int, wait: bool, should_stop: Callable[[], bool] | None = None) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
     try:
         try:
-            fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+            while should_stop is not None and not _is_taken(descriptor, kind) and not should_stop():
+                time.sleep(_PAUSE_S)
+            fcntl.flock(descriptor, kind if wait and should_stop is None else kind | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FolderError(f"{path.parent}: in use by another run{_holder(descriptor)}") from None
         except OSError as error:
@@ -82,6 +93,15 @@ def _flock(path: Path, kind: int, wait: bool) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_taken(descriptor: int, kind: int) -> bool:
+    """Take a lock if it is free; the kernel would wait for it through Ctrl-C."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _holder(descriptor: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.conformance import run_checks
-from attn_zoo.conformance.global_state import changes, read_state, restored
+from attn_zoo.discovery.global_state import changes, read_state, restored
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.conformance.broken_effects import EFFECTS, STATE, TakesMoreThreads
 

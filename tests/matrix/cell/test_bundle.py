@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_zoo.conformance.global_state import changes, read_state
+from attn_zoo.discovery.global_state import changes, read_state
 from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.store.store import Store

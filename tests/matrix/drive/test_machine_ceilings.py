@@ -16,6 +16,7 @@ from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, note_ceilings
 from attn_zoo.matrix.drive.progress import PlainProgress
+from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
 from tests.matrix.conftest import environment, run_cell, tiny_plan, training_plan
@@ -142,6 +143,18 @@ def test_ctrl_c_and_the_limit_end_it(store, monkeypatch):
     run_once(plan, store, said)
     assert said[-1] == "no ceilings of cpu: not done within 0.4 s"
     assert store.ceilings() == ()
+
+
+def test_who_waits_for_another_shard_says_so_and_hears_that_it_is_to_stop(store, asked):
+    said: list[str] = []
+    plan = tiny_plan(["fake_ok"])
+    with hold_lock(store.folder, None, name=".lock-ceilings"):
+        note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: len(said) > 0)
+    assert said[0] == "another shard measures the ceilings of its machine; waiting for it ..."
+    assert said[1].endswith("nothing new is measured")
+    assert asked == []
+    note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: True)
+    assert len(asked) == 1, "free"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"ceilings": 3}', '{"ceilings": [{"device": "cpu"}]}'])

@@ -11,7 +11,7 @@ from attn_zoo import api
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
-from attn_zoo.matrix.drive.run_plan import Session, run, standing
+from attn_zoo.matrix.drive.run_plan import Session, _signals, run, standing
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -363,3 +363,16 @@ def test_what_the_driver_does_for_a_cell_does_not_grow_with_the_cells_that_wait(
         session.started(item)
     assert len(asked) <= 3 * len(items), "not once for each cell that begins"
     assert told == pytest.approx([3000.0] * 200, rel=0.05)
+
+
+def test_a_signal_that_whoever_started_us_wants_ignored_stays_ignored():
+    """As a shell's `command &` does with Ctrl-C."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _signals(lambda number, _: heard.append(number)):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGTERM]

@@ -241,6 +241,8 @@ class RayEngine:
             raise UnsupportedError("ray", "the ray engine needs Ray: pip install 'attn-zoo[ray]'") from None
         except Exception as error:
             raise _broken(error) from None
+        if address != "local":
+            _probe(address)
         self.jobs = jobs
         self._address, self._num_cpus = address, num_cpus
 
@@ -271,7 +273,6 @@ class RayEngine:
             if is_main:
                 signal.signal(signal.SIGTERM, handler)  # Ray took it
             return
-        _probe(self._address)
         outcome: list[BaseException | None] = []
 
         def connect() -> None:

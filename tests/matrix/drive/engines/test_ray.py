@@ -320,7 +320,7 @@ def test_an_address_that_does_not_answer_is_said_soon(tmp_path):
         silent.join(60)
         assert "did not answer within 4 s: is it a Ray cluster" in (tmp_path / "silent").read_text()
     with pytest.raises(UnsupportedError, match=f"nothing answers at {address}"):
-        RayEngine(address).run([(slow_plan().cells, [])], Settings(logs=tmp_path), Control())
+        RayEngine(address)  # before anything is written
     with pytest.raises(ConfigError, match="expected HOST:PORT of a head node"):
         RayEngine("ray://somewhere:10001")
 

@@ -155,9 +155,9 @@ def _show(value: Any) -> str:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def restored(*, has_generators: bool = True) -> Iterator[None]:
     """Put back at the end of the block whatever was changed within, so that no fault spreads."""
-    before = read_state()
+    before = read_state(has_generators=has_generators)
     try:
         yield
     finally:
