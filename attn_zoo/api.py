@@ -303,7 +303,7 @@ def plan(
         only=_listed(only),
         shard=_shard(shard),
         add_variants=names,
-        data_dir=_path(data_dir),
+        data_dir=_path(data_dir, must_exist=not is_remote),
         is_remote=is_remote,
         should_probe=should_probe,
         has_estimates=has_estimates,
@@ -361,7 +361,9 @@ def _device(name: str, is_remote: bool = False) -> str:
     return name
 
 
-def _path(given: str | Path | None) -> Path | None:
+def _path(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
+    if given and must_exist and not Path(given).is_dir():
+        raise ConfigError("--data-dir", [("", f"expected a folder, as of ATTN_ZOO_DATA; there is none at {given}")])
     return Path(given) if given else None
 
 

@@ -602,7 +602,9 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         raise ConfigError(source, problems) from None
     try:
         return config(**{name: getattr(checked, _OWN + name) for name in given})
-    except (AttnZooError, ValueError) as error:  # from its own __post_init__, for people
+    except AttnZooError:
+        raise
+    except ValueError as error:  # from its own __post_init__, for people
         raise ConfigError(source, [("", str(error))]) from None
     except Exception as error:
         raise ConfigError(source, [("", _raised(error))]) from error

@@ -164,6 +164,11 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
             ConfigError,
             "--address: is of a cluster: expected --engine ray",
         ),
+        (
+            lambda: attn_zoo.run("quick", data_dir="nowhere"),
+            ConfigError,
+            "--data-dir: expected a folder, as of ATTN_ZOO",
+        ),
         (lambda: attn_zoo.run("quick", retry="tiemout"), UnknownNameError, "did you mean 'timeout'"),
         (lambda: attn_zoo.run("quick", shard="3"), ConfigError, "expected I/N"),
         (lambda: attn_zoo.run("quick", variants="ful"), UnknownNameError, "did you mean 'full'"),
