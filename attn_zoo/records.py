@@ -433,7 +433,7 @@ class Ceilings(Json):
         is_tf32: float32 products on a GPU might round their inputs to TF32, and the data sheet's figure is TF32's. None
             for everything else, and in older records, whose figure is TF32's although products did not round.
         environment: digest of the environment, described in `run.json`.
-        measured: UTC time, ISO 8601, of the product; as what follows.
+        measured: UTC time of the product, ISO 8601; what follows is of then too.
         idle_watts: drawn by the GPU just before, where it tells.
         temperature_c: of the GPU just before.
         clocks_mhz: of the GPU before and after.

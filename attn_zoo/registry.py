@@ -388,10 +388,9 @@ def _something_or_nothing(path: Path) -> Iterator[None]:
     for registry in (variants, tasks):
         registry.remove_file(str(path))  # what it registered before it was changed
     before = variants.names, tasks.names
-    from attn_zoo.discovery.global_state import changes, read_state, restored
+    from attn_zoo.discovery.global_state import changes, restored
 
-    with all_or_nothing(), restored(has_generators=False):
-        settings = read_state(has_generators=False)
+    with all_or_nothing(), restored(has_generators=False) as settings:
         yield
         for name, how in changes(settings).items():
             text = f"its import changes {name}: {how}; others share the process: set it in a call, and put it back"

@@ -155,11 +155,11 @@ def _show(value: Any) -> str:
 
 
 @contextmanager
-def restored(*, has_generators: bool = True) -> Iterator[None]:
-    """Put back at the end of the block whatever was changed within, so that no fault spreads."""
+def restored(*, has_generators: bool = True) -> Iterator[State]:
+    """Give the state, and put back at the end of the block whatever was changed within, so that no fault spreads."""
     before = read_state(has_generators=has_generators)
     try:
-        yield
+        yield before
     finally:
         _put_back(before)
 

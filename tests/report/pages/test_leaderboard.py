@@ -56,6 +56,12 @@ def test_a_time_is_that_of_the_record_it_leads_to(machines, folder):
         assert (folder / entry.href).is_file()
 
 
+def test_a_time_of_several_records_leads_to_none_of_them(tmp_path):
+    write_run(tmp_path / "box" / "seeds", [scaling("full", 512, seed=seed) for seed in (0, 1)])
+    (machine,) = read_machines(tmp_path)
+    assert row(machine.runs[0].boards[0], "full")["512"].href == "box/seeds/report.html"
+
+
 def test_the_fastest_is_bold_and_what_failed_is_named(machines):
     board = machines[0].runs[0].boards[0]
     assert [label for label in ("full", "linformer", "bigbird") if row(board, label)["4k"].is_best] == ["linformer"]
