@@ -319,8 +319,8 @@ def print_plan(plan: Plan) -> None:
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         out.print(f"refused: {escape(cells[0])}{more}: {escape(reason)}", soft_wrap=True)
     refused = sum(len(cells) for cells in reasons.values())
-    rounds = max((item.separate_repeats for item in plan.cells), default=1)
-    repeated = sum(item.separate_repeats > 1 and item.refusal is None for item in plan.cells)
+    rounds = max((item.repeats for item in plan.cells), default=1)
+    repeated = sum(item.repeats > 1 and item.refusal is None for item in plan.cells)
     repeats = f"{repeated} of them in up to {rounds} rounds over the matrix, a process each time; " if repeated else ""
     places = {(item.cell.device, item.cell.threads) for item in plan.cells if item.estimate_s is not None}
     rates = sorted({(device, assumed_rate(device, threads) / 1e9) for device, threads in places})

@@ -54,20 +54,12 @@ class Stage:
         minutes: its share of the visit.
         matrix: name of its file in `benchmarks`; empty where the stage runs something else.
         more: further arguments of `attn-zoo run`, or all of them of Python.
-        again: end of the name of its results folder, which begins with that of the matrix: another run of the same
-            cells, in further processes.
     """
 
     name: str
     minutes: float
     matrix: str = ""
     more: tuple[str, ...] = ()
-    again: str = ""
-
-    @property
-    def results(self) -> str:
-        """Name of its results folder."""
-        return self.matrix + self.again
 
     @property
     def file(self) -> Path:
@@ -106,8 +98,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="peers", minutes=6.5, matrix="peers-gpu"),
     Stage(name="energy", minutes=1, matrix="energy-gpu"),
     Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
-    # Where time is left:
-    Stage(name="peers again", minutes=0, matrix="peers-gpu", again="-again"),
+    # Where time is left, as for further processes of scaling and peers:
     Stage(name="decode", minutes=0, matrix="decode-gpu"),
 )
 
@@ -119,7 +110,7 @@ def command(stage: Stage, work: Path, minutes: float, device: str) -> list[str]:
     limit = f"{minutes - START_MINUTES:.2f}"
     return [
         *(sys.executable, "-m", "attn_zoo", "run", str(stage.file)),
-        *("--device", device, "--out", str(work / stage.results), "--time-limit", limit, "--allow-mixed-env"),
+        *("--device", device, "--out", str(work / stage.matrix), "--time-limit", limit, "--allow-mixed-env"),
         *(part for path in stage.peers for part in ("--variant-file", str(path))),
         *stage.more,
     ]
@@ -171,28 +162,28 @@ def num_left(stage: Stage, work: Path, device: str) -> str | None:
     from attn_zoo import api
     from attn_zoo.registry import load_file
 
-    if not (work / stage.results / "run.json").is_file():
+    if not (work / stage.matrix / "run.json").is_file():
         return None
     for path in stage.peers:
         load_file(path, None)  # the run has tried it
     globs = [part.partition("=")[2] for part in stage.more if part.startswith("--only=")]
     data_dir = os.environ.get("ATTN_ZOO_DATA")  # as the run does: what is in it decides which cells there are
     plan = api.plan(stage.file, only=globs, device=device, data_dir=data_dir, has_estimates=False)
-    done = {path.stem for path in (work / stage.results / "cells").glob("*.json")}
+    done = {path.stem for path in (work / stage.matrix / "cells").glob("*.json")}
     count = sum(item.cell.key not in done for item in plan.cells)
     return f"{count} cells" if count else ""
 
 
 def packed(stage: Stage, folder: Path) -> Path:
     """Return the file that what a stage has is packed into."""
-    return folder / f"{stage.results or stage.name}.tar.gz"
+    return folder / f"{stage.matrix or stage.name}.tar.gz"
 
 
 def pack(stage: Stage, work: Path, folder: Path) -> None:
     """Write what a stage has into one file of `folder`; whoever is killed meanwhile leaves the one that was there."""
     from attn_zoo.whole_files import whole_file
 
-    sources = [work / stage.results] if stage.matrix else sorted(work.glob("*.log"))
+    sources = [work / stage.matrix] if stage.matrix else sorted(work.glob("*.log"))
     target = packed(stage, folder)
     checkpoints = [path for source in sources for path in source.glob("checkpoints/*/*") if path.is_file()]
     fitting: list[Path] = []

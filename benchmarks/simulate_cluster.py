@@ -104,7 +104,7 @@ class SimulatedCluster(Cluster):
             item = PlannedCell.from_dict(data)
             started = {"event": "started", "key": item.cell.key, "repeat": item.repeat}
             self._say(agent, at, started)
-            seconds = (item.estimate_s or 60.0) / item.separate_repeats * self._random.uniform(0.8, 1.2)
+            seconds = (item.estimate_s or 60.0) / item.repeats * self._random.uniform(0.8, 1.2)
             at += seconds
             record = Record(
                 cell=item.cell, status="ok", environment=environment, duration_s=seconds, timing=some_timing(seconds)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -103,13 +103,13 @@ class Session(Control):
             return (sum(phases.values()) or repeats[-1].duration_s) - once_s
         return self._forecast_of(item.cell).seconds(item)
 
+    def is_wanted(self, item: PlannedCell) -> bool:
+        return item.cell.key in self._waiting
+
     def may_start(self, *bundle: PlannedCell) -> bool:
         if self.is_over():
             return False
-        cell = bundle[0].cell
-        if cell.key not in self._waiting:
-            return False  # an earlier repeat failed, which is the cell's result
-        if self._deadline is None or not kind_of(cell).is_timed:
+        if self._deadline is None or not kind_of(bundle[0].cell).is_timed:
             return True  # a training goes on from its checkpoint another time
         forecast_s = sum(min(self.forecast_s(item), item.timeout_s) for item in bundle)
         if time.monotonic() + forecast_s <= self._deadline:
@@ -129,7 +129,7 @@ class Session(Control):
         if now >= self._sum_again:
             self._summed, self._sum_s = now, 0.0
             for key, waiting in self._waiting.items():
-                num_left = waiting.separate_repeats - len(self._repeats[key])
+                num_left = waiting.repeats - len(self._repeats[key])
                 jobs = 1 if kind_of(waiting.cell).is_timed or waiting.cell.data_parallel > 1 else self._jobs
                 self._sum_s += num_left * self.forecast_s(waiting) / jobs
             self._sum_again = now + 100 * (time.monotonic() - now)
@@ -159,7 +159,7 @@ class Session(Control):
         key = record.cell.key
         if key not in self._waiting:
             return  # another repeat failed elsewhere meanwhile: that is the cell's result
-        num_repeats = self._waiting[key].separate_repeats
+        num_repeats = self._waiting[key].repeats
         repeats = self._repeats[key]
         if repeats and repeats[0].environment != record.environment:
             self._store.repeats.retire(key)  # no machine of that environment is left: begun anew
@@ -173,7 +173,8 @@ class Session(Control):
                 self._store.repeats.write(record, len(repeats))
                 self._progress.finished(record, step)
                 return
-            record = pool_records(repeats)
+            # In one order for all of a bundle: on a cluster two of its processes may be under way at once.
+            record = pool_records(sorted(repeats, key=lambda one: (one.started, one.bundle)))
         elif num_repeats > 1:
             num_done = num_repeats - len(repeats)
             if repeats:
@@ -389,8 +390,8 @@ def run(
             weights=store.weights,
             ceilings=_known_ceilings(store) if engine.is_remote else frozenset(),
         )
-        total = sum(item.separate_repeats for item in plan.cells)
-        missing = sum(item.separate_repeats - len(repeats.get(item.cell.key, ())) for item in left)
+        total = sum(item.repeats for item in plan.cells)
+        missing = sum(item.repeats - len(repeats.get(item.cell.key, ())) for item in left)
         progress.begin(total, total - missing, len(plan.cells))
         if num_fewer := sum(_has_fewer(item, records.get(item.cell.key)) for item in plan.cells):
             kept = "cells that keep a record of fewer processes than `repeats` says now"
@@ -435,7 +436,7 @@ def _has_fewer(item: PlannedCell, record: Record | None) -> bool:
     """Tell whether a cell was timed in fewer processes than it would be now; that is in no key."""
     if record is None or record.status != "ok" or record.timing is None:  # of a large folder, times are not read
         return False
-    return max(len(record.timing.process_sizes), 1) < item.separate_repeats
+    return max(len(record.timing.process_sizes), 1) < item.repeats
 
 
 def _known_ceilings(store: Store) -> frozenset[tuple[str, str, str, int | None]]:
@@ -447,19 +448,31 @@ def _known_ceilings(store: Store) -> frozenset[tuple[str, str, str, int | None]]
 def _repeats(
     store: Store, plan: Plan, records: Mapping[str, Record], environments: Collection[str] | None
 ) -> dict[str, list[Record]]:
-    """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others."""
+    """Return the repeats that cells without a record have, by key; tidy away what a killed run left of the others.
+
+    What is timed in turns has equally many: one that a killed run could not store for all of them is no pair.
+    """
     usable: dict[str, list[Record]] = {}
     begun = store.repeats.count()
+    bundles: dict[Hashable, list[str]] = {}
     for item in plan.cells:
         key = item.cell.key
+        if key not in records and item.refusal is None:
+            bundles.setdefault(item.bundle, []).append(key)
         if key not in begun:
             continue
         if key not in records:
-            usable[key] = store.repeats.take(key, environments, most=item.separate_repeats - 1)
+            usable[key] = store.repeats.take(key, environments, most=item.repeats - 1)
         elif records[key].status == "ok":
             store.repeats.drop(key)
         else:
             store.repeats.retire(key)
+    for keys in bundles.values():
+        fewest = min(len(usable.get(key, ())) for key in keys)
+        for key in keys:
+            if len(usable.get(key, ())) > fewest:
+                store.repeats.retire(key, beyond=fewest)
+                del usable[key][fewest:]
     return usable
 
 
@@ -477,9 +490,9 @@ def lanes_of(
     for record in itertools.chain(records.values(), *repeats.values()):
         prior.setdefault(record.cell.curve, []).append(record)
     lanes: dict[tuple[int, str], list[PlannedCell]] = {}
-    for repeat in range(max(item.separate_repeats for item in runnable)):
+    for repeat in range(max(item.repeats for item in runnable)):
         for item in runnable:
-            if len(repeats.get(item.cell.key, ())) <= repeat < item.separate_repeats:
+            if len(repeats.get(item.cell.key, ())) <= repeat < item.repeats:
                 lanes.setdefault((repeat, item.lane), []).append(replace(item, repeat=repeat))
 
     def known(items: Sequence[PlannedCell]) -> list[Record]:

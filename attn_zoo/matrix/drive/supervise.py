@@ -20,7 +20,6 @@ from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.environment import hashed_host
 from attn_zoo.records import STOPPERS, Ceilings, Environment, Record, Status
-from attn_zoo.statistics.pooling import pool_records
 
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
 """Cells that run one after another, shorter sequences first, and the records that their curves have already."""
@@ -32,6 +31,10 @@ class Control:
     def is_over(self) -> bool:
         """Tell whether no further cell will be allowed to start."""
         return False
+
+    def is_wanted(self, item: PlannedCell) -> bool:  # noqa: ARG002
+        """Tell whether a cell has no result yet; another of its repeats may have failed, which is one."""
+        return True
 
     def may_start(self, *bundle: PlannedCell) -> bool:  # noqa: ARG002
         """Tell whether the cells of a bundle may begin; False leaves them for another run."""
@@ -96,7 +99,7 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
         for index, bundle in enumerate(bundles):
             todo = []
             for item in bundle:
-                if item.cell.key in ended:
+                if item.cell.key in ended or not control.is_wanted(item):
                     continue
                 if (record := skipped(item, known)) is None:
                     todo.append(item)
@@ -129,7 +132,7 @@ _TAIL_BYTES, _TAIL_LINES = 8000, 14
 def run_bundle(
     items: Sequence[PlannedCell], pool: WorkerPool, has_next: bool, *, is_alone: bool = False
 ) -> list[Record] | None:
-    """Return the records of one bundle, run in as many processes as its cells ask for; None if the run was stopped.
+    """Return the records of one bundle; None if the run was stopped.
 
     A cell that ends its process keeps the blame; others of the bundle begin anew without it. One that runs out of
     memory, where others hold some too, is run again by itself (`is_alone`): then the failure is its own, or its timing
@@ -139,67 +142,56 @@ def run_bundle(
     isolation = "cell" if is_alone else first.isolation
     is_in_turns = isolation == "interleaved"
     bundle = _bundle_id(items) if is_in_turns else ""
-    num_processes = first.successive_repeats if is_in_turns else 1
     is_training = not kind_of(first.cell).is_timed
-    measured: dict[str, list[Record]] = {item.cell.key: [] for item in items}
-    final: dict[str, Record] = {}
-    for process in range(num_processes):
-        attempt = 1
-        while left := [
-            item for item in items if item.cell.key not in final and len(measured[item.cell.key]) <= process
-        ]:
-            began, clock = datetime.now(UTC), time.monotonic()
-            answer = pool.ask(
-                left,
-                keeps=isolation == "lane" and has_next,
-                has_next=has_next or process + 1 < num_processes,
+    records: dict[str, Record] = {}
+    attempt = 1
+    while left := [item for item in items if item.cell.key not in records]:
+        began, clock = datetime.now(UTC), time.monotonic()
+        answer = pool.ask(
+            left,
+            keeps=isolation == "lane" and has_next,
+            has_next=has_next,
+            isolation=isolation,
+            attempt=attempt,
+            bundle=bundle,
+            seed=1000 * first.cell.seed + first.repeat,
+            is_repeat=first.repeat > 0,
+            checkpoint_dir=_folder(settings.checkpoints, first.cell.key) if is_training else None,
+            weights_dir=_folder(settings.weights) if first.keep_weights else None,
+        )
+        if not isinstance(answer, Ended):
+            records |= {record.cell.key: record for record in answer}
+        elif _is_stopped(answer, pool):
+            return None
+        elif _is_foreign(answer) and attempt < _MAX_ATTEMPTS:
+            attempt += 1  # killed from outside, for no reason of its own: that says nothing about the cells
+        else:
+            guilty = left[answer.at]
+            status, reason = _classify(answer, guilty.timeout_s, attempt)
+            records[guilty.cell.key] = Record(
+                cell=guilty.cell,
+                status=status,
+                reason=reason,
+                environment=settings.environment,
+                started=began.isoformat(timespec="seconds"),
+                duration_s=round(time.monotonic() - clock, 4),
                 isolation=isolation,
-                attempt=attempt,
                 bundle=bundle,
-                seed=1000 * left[0].cell.seed + process,
-                is_repeat=process > 0 or first.repeat > 0,
-                checkpoint_dir=_folder(settings.checkpoints, first.cell.key) if is_training else None,
-                weights_dir=_folder(settings.weights) if first.keep_weights else None,
+                attempt=attempt,
+                exit_code=answer.exit_code,
+                trace=_tail(pool.log(left[0])),
             )
-            if not isinstance(answer, Ended):
-                for record in answer:
-                    if record.status == "ok":
-                        measured[record.cell.key].append(record)
-                    else:
-                        final[record.cell.key] = record
-            elif _is_stopped(answer, pool):
-                return None
-            elif _is_foreign(answer) and attempt < _MAX_ATTEMPTS:
-                attempt += 1  # killed from outside, for no reason of its own: that says nothing about the cells
-            else:
-                guilty = left[answer.at]
-                status, reason = _classify(answer, guilty.timeout_s, attempt)
-                final[guilty.cell.key] = Record(
-                    cell=guilty.cell,
-                    status=status,
-                    reason=reason,
-                    environment=settings.environment,
-                    started=began.isoformat(timespec="seconds"),
-                    duration_s=round(time.monotonic() - clock, 4),
-                    isolation=isolation,
-                    bundle=bundle,
-                    attempt=attempt,
-                    exit_code=answer.exit_code,
-                    trace=_tail(pool.log(left[0])),
-                )
-                attempt = 1
+            attempt = 1
     for item in items:
-        key = item.cell.key
-        if key not in final:
-            final[key] = pool_records(measured[key])
-        elif final[key].status in {"oom_device", "oom_host"} and len(items) > 1:
+        if records[item.cell.key].status in {"oom_device", "oom_host"} and len(items) > 1:
             again = run_bundle([item], pool, has_next, is_alone=True)
             if again is None:
                 return None
-            final[key] = again[0]
-            if (timing := again[0].timing) is not None:
-                final[key] = replace(again[0], timing=replace(timing, flags=(*timing.flags, "timed_alone")))
-    return [final[item.cell.key] for item in items]
+            (record,) = again
+            if (timing := record.timing) is not None:
+                record = replace(record, timing=replace(timing, flags=(*timing.flags, "timed_alone")))
+            records[item.cell.key] = record
+    return [records[item.cell.key] for item in items]
 
 
 def _folder(folder: Path | None, name: str = "") -> str | None:

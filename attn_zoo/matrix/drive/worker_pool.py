@@ -155,13 +155,13 @@ class WorkerPool:
     def _num_after(self, item: PlannedCell) -> int:
         """Return how many more processes the cells after this one need in a row, up to MAX_STARTING."""
         place = self._places.get((item.cell.key, item.repeat), len(self._ahead))
-        needed: dict[object, int] = {}
+        needed: set[object] = set()
         for later in islice(self._ahead, place + 1, None):
-            if _kind(later) != _kind(item) or sum(needed.values()) >= MAX_STARTING:
+            if _kind(later) != _kind(item) or len(needed) >= MAX_STARTING:
                 break
             if (process := (later.process, later.repeat)) != (item.process, item.repeat):
-                needed[process] = later.successive_repeats
-        return sum(needed.values())
+                needed.add(process)
+        return len(needed)
 
     def _take(self, item: PlannedCell, num_after: int) -> tuple[WorkerProcess, float]:
         """Return a process for the item, and seconds that it owes to one before it: less than 0 if others owe it."""

@@ -36,8 +36,8 @@ class TimedGroup(LengthGroup):
         isolation: a process for each cell, one for all lengths of a lane, or one in which all variants of the group are
             timed in turns (`"interleaved"`): the way to compare peers.
         repeats: how many processes time each cell; with several, intervals cover what differs between them. They are
-            far apart in time: the run goes over all cells once, then again; only those that are timed in turns follow
-            each other. Two say little (Student's t has one degree of freedom then): take three or more.
+            far apart in time: the run goes over all cells once, then again. Two say little (Student's t has one degree
+            of freedom then): take three or more.
         budget_s: seconds of sampling per cell, shared by its repeats; fewer samples, wider intervals.
         has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
     """
@@ -92,7 +92,7 @@ class TimedForecast(Forecast):
             exponent = max(variants[cell.variant].complexity_of(config_of(cell)).time_exponent, 1.0)
             growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
             return known.duration_s + min(self._growing(known), known.duration_s) * (growth - 1)
-        return (item.estimate_s or 0.0) / item.separate_repeats
+        return (item.estimate_s or 0.0) / item.repeats
 
 
 class TimedKind(AbstractKind):

@@ -22,8 +22,9 @@ class PlannedCell(Json):
         refusal: why it will not run, or None.
         isolation: a process of its own; one shared with the shorter lengths of its lane and with the lane's other
             passes; or one in which it is timed in turns with other variants.
-        repeats: processes in which it is timed.
-        repeat: which repeat this is, from 0; always 0 where repeats follow each other.
+        repeats: processes in which it is timed; between them the run goes over all other cells of the matrix, so that
+            they are far apart in time.
+        repeat: which of them this is, from 0.
         timeout_s: seconds one repeat may take.
         budget_s: seconds of sampling in each process.
         has_energy: measure energy too.
@@ -47,16 +48,6 @@ class PlannedCell(Json):
     keep_weights: bool = False
     estimate_s: float | None = None
     estimate_bytes: int | None = None
-
-    @property
-    def separate_repeats(self) -> int:
-        """Repeats between which the run goes over the other cells of the matrix, so that they are far apart in time."""
-        return 1 if self.isolation == "interleaved" else self.repeats
-
-    @property
-    def successive_repeats(self) -> int:
-        """Repeats that follow each other: those of a bundle that is timed in turns."""
-        return self.repeats // self.separate_repeats
 
     @property
     def lane(self) -> str:

@@ -88,8 +88,11 @@ def test_all_are_weighed_before_a_call_of_one_is_captured(monkeypatch):
     assert done == [(name, label) for name in ("weigh", "finish") for label in ("full", "fake_ok")]
 
 
-def test_samples_of_several_processes_are_kept_apart(tmp_path):
-    found = ran(tmp_path, ["full", "fake_ok"], repeats=2)
+def test_samples_of_several_processes_are_kept_apart_and_who_fails_is_not_repeated(tmp_path):
+    found = ran(tmp_path, ["fake_bug", "full", "fake_ok"], repeats=2)
+    assert found.pop("fake_bug").status == "error"
+    (bundle,) = {record.bundle for record in found.values()}
+    assert len(set(bundle.split())) == 2, "samples of two processes are no pairs"
     sizes = {}
     for name, record in found.items():
         assert record.status == "ok", record.reason

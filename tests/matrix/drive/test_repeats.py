@@ -45,7 +45,7 @@ class FakeEngine:
         self.lanes = [list(items) for items, _ in lanes]
         for items, _ in lanes:
             for item in items:
-                if not control.may_start(item):
+                if not (control.is_wanted(item) and control.may_start(item)):
                     continue
                 control.started(item)
                 place = (item.cell.seq_len, item.repeat)
@@ -186,6 +186,37 @@ def test_a_damaged_part_and_what_comes_after_it_is_measured_again(tmp_path):
     assert len(list((store.folder / "replaced").iterdir())) == 2
 
 
+def test_what_is_timed_in_turns_goes_on_with_as_many_repeats_of_each(tmp_path):
+    """A run may be killed when it has stored the repeat of one and not yet of the other: no pair."""
+    plan = tiny_plan(["fake_ok", "fake_loud"], seq_len=[16], repeats=3, isolation="interleaved")
+    store = Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine(stop_at=(16, 2)))
+    assert parts_of(store) == ["1.json", "1.json", "2.json", "2.json"]
+    (store.folder / "parts" / f"{plan.cells[1].cell.key}-2.json").unlink()
+    engine = FakeEngine()
+    run(plan, store, engine=engine)
+    assert engine.visited == [(16, 1), (16, 1), (16, 2), (16, 2)]
+    assert len(list((store.folder / "replaced").iterdir())) == 1
+
+
+def test_repeats_that_end_in_another_order_for_each_of_a_bundle_are_pairs(tmp_path):
+    """On a cluster two processes of a bundle may be under way at once."""
+
+    class TwoAtOnce(FakeEngine):
+        def run(self, lanes, settings, control):
+            for repeat, begins in ((0, "01"), (1, "10")):
+                item = lanes[0][0][repeat]
+                for began in begins:
+                    record = Record(cell=item.cell, status="ok", timing=timing(2.0 ** int(began)), bundle=f"b{began}")
+                    control.finished(replace(record, started=f"2026-01-01T00:00:0{began}+00:00"))
+
+    plan = tiny_plan(["fake_ok", "fake_loud"], seq_len=[16], repeats=2, isolation="interleaved")
+    store = Store(tmp_path / "run")
+    run(plan, store, engine=TwoAtOnce(is_remote=True))
+    assert {record.bundle for record in store.records()} == {"b0 b1"}
+    assert {record.timing.samples_ms[::4] for record in store.records() if record.timing} == {(1.0, 2.0)}
+
+
 def test_a_matrix_with_fewer_repeats_still_runs_the_last_one(tmp_path):
     store = Store(tmp_path / "run")
     run(plan_of([16], repeats=4), store, engine=FakeEngine(stop_at=(16, 3)))
@@ -223,12 +254,9 @@ def test_a_repeat_that_comes_after_the_failure_of_another_changes_nothing(tmp_pa
 def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_all():
     (one,), (three,) = (plan_of([16], repeats=count, budget_s=0.6).cells for count in (1, 3))
     assert (one.budget_s, three.budget_s) == (0.6, pytest.approx(0.2))
-    assert three.separate_repeats == 3
     assert one.estimate_s is not None
     assert three.estimate_s is not None
     assert three.estimate_s > one.estimate_s, "three starts"
-    (turns,) = plan_of([16], repeats=3, isolation="interleaved").cells
-    assert turns.separate_repeats == 1, "its processes follow each other"
 
 
 def test_the_next_repeat_is_forecast_without_what_only_the_first_one_does(tmp_path):

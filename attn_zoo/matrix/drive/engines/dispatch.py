@@ -164,7 +164,7 @@ class _Agent:
 
 def _seconds(piece: Sequence[PlannedCell]) -> float:
     """Return the rough seconds of a piece; infinity where nothing is known."""
-    known = [item.estimate_s / item.separate_repeats for item in piece if item.estimate_s is not None]
+    known = [item.estimate_s / item.repeats for item in piece if item.estimate_s is not None]
     return sum(known) if len(known) == len(piece) else float("inf")
 
 
@@ -417,13 +417,14 @@ class Dispatcher:
             if place.is_timed and self._pin(chain) != agent.environment:
                 self._repin(chain.lane, agent.environment)
             while chain.pieces and (not agent.pieces or (seconds < target_s and not has_others)):
-                piece = chain.pieces.popleft()
-                self._count(chain, piece, -1)
-                if self._control.may_start(*piece):
+                planned = chain.pieces.popleft()
+                self._count(chain, planned, -1)
+                piece = [item for item in planned if self._control.is_wanted(item)]
+                if piece and self._control.may_start(*piece):
                     agent.pieces.append((chain, piece))
-                    for item in piece:
-                        key = item.cell.key
-                        is_first = key not in self._checked and (key, 0) not in agent.open
+                    keys = [item.cell.key for item in piece]  # timed in turns they are checked together, too
+                    is_first = not any(key in self._checked or (key, 0) in agent.open for key in keys)
+                    for key, item in zip(keys, piece, strict=True):
                         agent.open[key, 0 if is_first else item.repeat] = item
                     seconds += _seconds(piece)
                     is_begun = True
@@ -549,7 +550,7 @@ class Dispatcher:
         item = agent.open.pop((record.cell.key, event["repeat"]), None)
         if item is None:
             return  # it was not asked
-        if item.separate_repeats > 1:
+        if item.repeats > 1:
             self._checked.add(record.cell.key)
         if (num_lost := self._num_lost.pop((item.cell.key, item.repeat), 0)) > 0:
             record = replace(record, attempt=record.attempt + num_lost)

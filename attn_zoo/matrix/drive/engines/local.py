@@ -54,6 +54,10 @@ class _SharedControl(Control):
         with self._lock:
             return self._is_abandoned or self._control.is_over()
 
+    def is_wanted(self, item: PlannedCell) -> bool:
+        with self._lock:
+            return self._control.is_wanted(item)
+
     def may_start(self, *bundle: PlannedCell) -> bool:
         with self._lock:
             return not self._is_abandoned and self._control.may_start(*bundle)

@@ -259,6 +259,22 @@ def test_a_repeat_that_is_begun_before_the_first_is_there_is_measured_in_full():
     assert [repeat for _, repeat in told] == [0, 1, 2]
 
 
+def test_of_what_is_timed_in_turns_only_those_without_a_result_are_repeated():
+    plan = tiny_plan(["fake_bug", "fake_ok"], seq_len=[16, 64], repeats=2, isolation="interleaved")
+    bad = {item.cell.key for item in plan.cells if item.cell.variant == "fake_bug"}
+
+    class Failed(Driver):
+        def is_wanted(self, item):
+            return item.cell.key not in bad or not self.records
+
+    cluster = SimulatedCluster(machines(1))
+    driver = dispatch(plan.cells, cluster, Failed())
+    assert Counter((item.cell.variant, item.cell.seq_len) for item in driver.records) == Counter(
+        {("fake_bug", 16): 1, ("fake_bug", 64): 1, ("fake_ok", 16): 2, ("fake_ok", 64): 2}
+    )
+    assert [repeat for _, repeat, *_ in cluster.began] == [0, 0, 0, 0, 1, 1]
+
+
 def test_a_lane_goes_on_where_it_was_begun_and_elsewhere_only_if_such_machines_are_gone():
     plan = tiny_plan(["fake_ok"], seq_len=[16, 64])
     first = plan.cells[0].cell
