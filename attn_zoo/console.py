@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from enum import Enum
 from inspect import formatannotation
 from operator import itemgetter
@@ -190,11 +190,18 @@ def capability_rows(info: VariantInfo) -> list[tuple[str, str]]:
 
 def option_rows(info: VariantInfo) -> list[tuple[str, str, str]]:
     """Return each option with its default, as a matrix file writes it, and what it does."""
+    from attn_zoo.registry import option_fields, variants
+
     types = _option_types(info)
+    needed = {
+        item.name
+        for item in option_fields(variants[info.name].config)
+        if item.default is MISSING and item.default_factory is MISSING
+    }
     return [
         (
             one.name,
-            _in_toml(to_jsonable_python(one.default, fallback=str)),
+            "required" if one.name in needed else _in_toml(to_jsonable_python(one.default, fallback=str)),
             f"{one.summary} ({types[one.name]})".strip(),
         )
         for one in info.options

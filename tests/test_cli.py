@@ -126,17 +126,19 @@ def test_show_names_the_values_that_an_option_can_have(call, tmp_path):
     kind: Kind = Kind.SOFT
     mode: Literal["a", "b"] | None = None
     several: tuple[Literal["x", "y"], ...] = ("x",)
+    size: int = field(kw_only=True)
 """
     enum = 'class Kind(StrEnum):\n    SOFT = "soft"\n    HARD = "hard"\n\n\n@dataclass(frozen'
     call("new", "sorted_out", "--folder", str(tmp_path))
     source = file.read_text().replace("    temperature: float = 1.0\n", options.lstrip("\n"))
     source = source.replace("/ self.config.temperature", "").replace("@dataclass(frozen", enum, 1)
-    file.write_text(source.replace("from torch", "from enum import StrEnum\nfrom typing import Literal\n\nfrom torch"))
+    imports = "from dataclasses import field\nfrom enum import StrEnum\nfrom typing import Literal\n\nfrom torch"
+    file.write_text(source.replace("from torch", imports))
     answer = call("show", "sorted_out", "--variant-file", str(file), "--json")
     types = {option["name"]: option["type"] for option in json.loads(answer.out)["options"]}
-    assert types == {"kind": '"soft" | "hard"', "mode": '"a" | "b"', "several": '["x" | "y", ...]'}
+    assert types == {"kind": '"soft" | "hard"', "mode": '"a" | "b"', "several": '["x" | "y", ...]', "size": "int"}
     rows = [line.split()[:2] for line in call("show", "sorted_out").out.splitlines()]
-    for row in (["kind", '"soft"'], ["mode", "unset"], ["several", '["x"]']):
+    for row in (["kind", '"soft"'], ["mode", "unset"], ["several", '["x"]'], ["size", "required"]):
         assert row in rows, "a default is written as a matrix file writes it"
 
 
@@ -403,6 +405,7 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     shutil.copytree("one", "two")
     kept = [path for path in Path("two", "cells").iterdir() if json.loads(path.read_text())["status"] == "ok"]
     kept[0].unlink()
+    monkeypatch.setattr("attn_zoo.matrix.drive.run_plan.note_ceilings", lambda *_, **__: None)  # seconds, each time
     assert "(1 new)" in call("run", "tiny.toml", "--out", "two").out
     compared = call("compare", "one", "two")
     assert compared.code == 0

@@ -241,12 +241,17 @@ def _whole_problems(matrix: Matrix, allow_cells: int) -> list[Problem]:
         problems.append((where, text))
     meaning: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
     for where, _, group in groups:
+        labels: set[str] = set()
         for position, entry in enumerate(group.variants):
             label = entry.label or entry.name
             what = (entry.name, {**matrix.options.get(entry.name, {}), **entry.options}, entry.overrides())
             if meaning.setdefault(label, what) != what:
                 text = f"label {label!r} already means {meaning[label][0]} with other options; give this one a label"
                 problems.append((f"{where}.variants[{position}]", text))
+            elif label in labels:
+                text = f"expected each variant once; {label!r} is in this group already"
+                problems.append((f"{where}.variants[{position}]", text))
+            labels.add(label)
     return problems
 
 

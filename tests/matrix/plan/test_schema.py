@@ -97,6 +97,7 @@ dtypes = ["fp32"]
         ("seq_len = [16, 32]", "seq_len = 16\npasses = 'fw'", "expected one of infer, fwd, bwd, fwd_bwd; got 'fw'"),
         ("seq_len = [16, 32]", "seq_len = 16\nnum_kv_heads = 3", "expected a divisor of num_heads = 8; got 3"),
         ('["full"]', '["ful"]', "scaling[0].variants[0]: unknown variant 'ful'; did you mean 'full'?"),
+        ('["full"]', '["full", "full"]', "scaling[0].variants[1]: expected each variant once; 'full' is in this group"),
         ('["full"]', "[3]", "scaling[0].variants[0]: expected a variant's name or a table"),
         ('["full"]', "[{name = 'full', opts = {}}]", "scaling[0].variants[0].opts: unknown key"),
         (
