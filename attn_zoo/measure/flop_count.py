@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+from torch.utils.flop_counter import flop_registry
 
 _COMPILER = "torch._dynamo"
 _TRANSPARENT_NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d"})
@@ -24,18 +24,14 @@ _PRODUCTS = re.compile(
 """Operations of torch that multiply matrices, solve or decompose: one without a formula is unknown, not nothing."""
 
 
-def _cpu_flash_flops(
-    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_: object, **__: object
-) -> int:
-    """Count the two products of attention; the counter passes all further arguments, which do not matter."""
-    return int(sdpa_flop_count(query_shape, key_shape, value_shape))  # type: ignore[no-untyped-call]
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Count the two products of attention for every head of the queries: torch up to 2.11 refuses grouped ones."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _cpu_flash_backward_flops(
-    grad_shape: torch.Size, query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_: Any, **__: Any
-) -> int:
+def _attention_backward_flops(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> int:
     """Count five products: the scores are recomputed."""
-    return int(sdpa_backward_flop_count(grad_shape, query_shape, key_shape, value_shape))  # type: ignore[no-untyped-call]
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _fft_flops(tensor: Tensor, dims: Sequence[int], *_: Any, out_val: Tensor, **__: Any) -> int:
@@ -83,8 +79,24 @@ _EXTRA_FORMULAS = {
     **dict.fromkeys((_aten.mv, _aten.addmv, _aten.addmv_, _aten.dot, _aten.vdot), _vector_flops),
     **dict.fromkeys((_aten.addmm_, _aten._addmm_activation), flop_registry[_aten.addmm]),
     **dict.fromkeys((_aten.baddbmm_, _aten.addbmm, _aten.addbmm_), flop_registry[_aten.baddbmm]),
-    _aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_cpu_flash_flops),  # type: ignore[no-untyped-call]
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_cpu_flash_backward_flops),  # type: ignore[no-untyped-call]
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_flash_attention,
+            _aten._scaled_dot_product_efficient_attention,
+            _aten._scaled_dot_product_cudnn_attention,
+        ),
+        _attention_flops,
+    ),
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _aten._scaled_dot_product_flash_attention_backward,
+            _aten._scaled_dot_product_efficient_attention_backward,
+            _aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _attention_backward_flops,
+    ),
     _aten.convolution_backward: _convolution_backward_flops,
     _aten.linalg_solve_triangular: _triangular_flops,
     _aten._fft_r2c: _fft_flops,

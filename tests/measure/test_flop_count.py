@@ -151,7 +151,7 @@ def test_a_triton_kernel_launched_by_hand_is_opaque(monkeypatch):
 
 def test_what_a_formula_refuses_is_unknown_and_no_error_of_the_callable(monkeypatch):
     def for_equal_heads(query_shape: Any, key_shape: Any, *_: Any, **__: Any) -> int:
-        assert query_shape == key_shape  # as torch asked of attention before it counted grouped queries
+        assert query_shape == key_shape  # as torch asks of attention up to 2.11
         return 1
 
     aten, x = torch.ops.aten, torch.ones(2, 3)
@@ -188,12 +188,26 @@ def test_sums_are_counted_apart():
     assert count_operations(lambda: (x.sum(1), x.cumsum(0), x.mean())) == Operations(products=0, additions=45)
 
 
-def test_a_backward_counts_what_its_kernel_recomputes():
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_a_backward_counts_what_its_kernel_recomputes(num_kv_heads):
     q = torch.randn(1, 2, 64, 32, requires_grad=True)
+    k, v = torch.randn(2, 1, num_kv_heads, 64, 32, requires_grad=True).unbind()
 
     def both() -> None:
-        F.scaled_dot_product_attention(q, q, q).sum().backward()
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
 
     counted = count_operations(both)
     assert counted is not None
     assert counted.products == 3.5 * 4 * 2 * 64 * 64 * 32
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_the_kernels_of_a_gpu_count_grouped_queries_too(name):
+    q, k = torch.empty(2, 4, 16, 8, device="meta"), torch.empty(2, 2, 32, 8, device="meta")
+    v = torch.empty(2, 2, 32, 24, device="meta")
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
+    formulas = flop_count._EXTRA_FORMULAS
+    pairs = 2 * 4 * 16 * 32
+    assert formulas[forward](q, k, v, 0.0, True, out_val=None) == 2 * pairs * (8 + 24)
+    assert formulas[backward](q, q, k, v, q, q, out_val=None) == 2 * pairs * (3 * 8 + 2 * 24)
