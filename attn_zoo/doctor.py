@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 
@@ -19,7 +20,7 @@ import psutil
 import torch
 from torch.nn.attention import SDPBackend
 
-from attn_zoo.attention import BuildContext, build_attention
+from attn_zoo.attention import BuildContext, build_attention, build_mixer
 from attn_zoo.console import out, print_failures, print_json, print_table, tell
 from attn_zoo.errors import AttnZooError, counted
 from attn_zoo.kernels.trace import recording
@@ -81,7 +82,10 @@ def diagnose_backends(
     left_s: Callable[[], float] = lambda: math.inf,
     say: Callable[[str], object] = lambda _: None,
 ) -> list[tuple[str, str, str]]:
-    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only."""
+    """Return (variant, backend, the path that ran or why none did), each tried on a small call, forward only.
+
+    The call is causal, or of hidden states, where a variant has no other form.
+    """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=128)
     heads = torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -96,9 +100,13 @@ def diagnose_backends(
         say(f"trying {name} {backend} on {device}")
         try:
             with _interrupted_after(limit_s):
-                attention = build_attention(name, build, backend=backend).to(device, dtype).eval()
+                has_heads = variants[name].attention is not None
+                inputs = (heads, heads, heads) if has_heads else (heads.transpose(1, 2).flatten(2),)
+                context = replace(build, is_causal=not variants[name].capabilities.bidirectional)
+                make = build_attention if has_heads else build_mixer
+                module = make(name, context, backend=backend).to(device, dtype).eval()
                 with torch.no_grad(), recording() as paths:
-                    attention(heads, heads, heads)
+                    module(*inputs)
             rows.append((name, backend, "works: " + ", ".join(paths)))
         except AttnZooError as error:
             rows.append((name, backend, f"no: {error}"))

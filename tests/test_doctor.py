@@ -50,6 +50,12 @@ def test_a_kernel_that_compiles_for_long_is_interrupted_and_not_tried_again(buil
     assert "trying full auto on cpu" in told
 
 
+def test_a_variant_of_hidden_states_and_of_the_past_alone_is_tried_too(built):
+    rows = {(name, backend): text for name, backend, text in doctor.diagnose_backends("cpu")}
+    assert ("full", "auto") in built[0]
+    assert rows["nsa", "gather"].startswith("works: ")
+
+
 def test_nothing_is_tried_when_the_time_is_over(built):
     rows = doctor.diagnose_backends("cpu", lambda: -1.0)
     assert built[0] == []
