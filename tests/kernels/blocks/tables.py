@@ -19,7 +19,7 @@ def digest_of(pattern: BlockPattern) -> str:
     shape = tuple(pattern.indices.shape)
     state = hashlib.sha256(repr((*head, shape if shape[0] > 1 else shape[1:])).encode())
     for tensor in (pattern.counts, pattern.indices):
-        state.update(tensor.numpy().astype("<i4").tobytes())
+        state.update(tensor.cpu().numpy().astype("<i4").tobytes())
     return state.hexdigest()[:16]
 
 
