@@ -3,8 +3,8 @@
     python benchmarks/gpu_visit.py --minutes 9 --pack out            # again and again, until nothing is left
     python benchmarks/gpu_visit.py --minutes 9 --pack out --from out  # on a machine that has lost the work folder
 
-Stages run in order, the most valuable first, each for its share of the visit; what time is left then goes to those that
-are not complete. Every matrix goes on where it stopped; on an unlike machine what is left is measured beside, its
+Stages run in order, the most valuable first, each for its share, which is small: a visit of 13 minutes has something of
+all. What time is left then goes to those that are not complete, as their shares are. Every matrix goes on where it stopped; on an unlike machine what is left is measured beside, its
 environment noted. After each stage its records are packed into one file that is small enough to carry, so a visit that
 is cut off loses at most a stage. The files of one call are of all stages, whichever of them it ran.
 """
@@ -51,7 +51,7 @@ class Stage:
 
     Args:
         name: of the stage.
-        minutes: its share of the visit.
+        minutes: its share, and its weight where more time is shared out.
         matrix: name of its file in `benchmarks`; empty where the stage runs something else.
         more: further arguments of `attn-zoo run`, or all of them of Python.
     """
@@ -75,7 +75,7 @@ class Stage:
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="tests",
-        minutes=3.5,
+        minutes=3,
         more=(
             "-m",
             "pytest",
@@ -91,15 +91,14 @@ STAGES: tuple[Stage, ...] = (
             "-rfE",
         ),
     ),
-    Stage(name="host-time", minutes=1, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
-    Stage(name="scaling, long", minutes=3.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
-    Stage(name="scaling, short", minutes=2.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in SHORT)),
-    Stage(name="scaling", minutes=1, matrix="scaling-gpu"),
-    Stage(name="peers", minutes=6.5, matrix="peers-gpu"),
-    Stage(name="energy", minutes=1, matrix="energy-gpu"),
-    Stage(name="accuracy", minutes=6, matrix="lra-small", more=("--jobs", "8")),
-    # Where time is left, as for further processes of scaling and peers:
-    Stage(name="decode", minutes=0, matrix="decode-gpu"),
+    Stage(name="host-time", minutes=0.5, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
+    Stage(name="scaling, long", minutes=2.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in LONG)),
+    Stage(name="peers", minutes=2, matrix="peers-gpu"),
+    Stage(name="accuracy", minutes=2, matrix="lra-small", more=("--jobs", "8")),
+    Stage(name="decode", minutes=1, matrix="decode-gpu"),
+    Stage(name="scaling, short", minutes=1, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in SHORT)),
+    Stage(name="energy", minutes=0.5, matrix="energy-gpu"),
+    Stage(name="scaling", minutes=0.5, matrix="scaling-gpu"),
 )
 
 
@@ -248,12 +247,16 @@ def visit(
         for stage in stages:  # of earlier calls, whose files may lie elsewhere
             if state[stage.name]["minutes"] and not packed(stage, folder).exists():
                 pack(stage, work, folder)
-    for is_shared in (True, False):
-        for stage in stages:
+    for is_rest in (False, True):
+        for place, stage in enumerate(stages):
             mine = state[stage.name]
             rest = minutes - (now() - begin) / 60
-            share = min(rest, stage.minutes - mine["minutes"]) if is_shared else rest
-            is_broken = not is_shared and mine["left"].startswith("exit code")
+            share = stage.minutes - mine["minutes"]
+            if is_rest:
+                weights = sum(one.minutes for one in stages[place:] if _goes_on(state[one.name]))
+                share = max(LEAST_MINUTES, rest * stage.minutes / weights) if weights else 0.0
+            share = min(rest, share)
+            is_broken = is_rest and not _goes_on(mine)
             # What begins anew would not come further than it did.
             is_hopeless = not stage.matrix and share <= mine["minutes"]
             if not mine["left"] or is_broken or is_hopeless or share < LEAST_MINUTES:
@@ -264,6 +267,11 @@ def visit(
             saved.write_text(json.dumps(state), encoding="utf-8")
             pack(stage, work, folder)
     return state
+
+
+def _goes_on(state: dict[str, Any]) -> bool:
+    """Return whether a stage is neither complete nor broken."""
+    return bool(state["left"]) and not state["left"].startswith("exit code")
 
 
 def not_installed(names: Sequence[str]) -> str:

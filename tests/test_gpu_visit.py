@@ -33,11 +33,10 @@ def script():
 
 
 def test_every_stage_has_its_matrix_and_the_visit_fits_its_time(script):
-    assert sum(stage.minutes for stage in script.STAGES) <= 25
+    assert sum(stage.minutes for stage in script.STAGES) <= 13
+    assert min(stage.minutes for stage in script.STAGES) >= script.LEAST_MINUTES
     for stage in script.STAGES:
         assert not stage.matrix or (PATH.parent / f"{stage.matrix}.toml").is_file()
-    decode = next(stage for stage in script.STAGES if stage.matrix == "decode-gpu")
-    assert decode.minutes == 0, "it takes what others leave"
     tests, host = [script.command(stage, Path(), 1.0, "cuda") for stage in script.STAGES if not stage.matrix]
     assert tests[1:3] == ["-m", "pytest"]
     assert (PATH.parent.parent / host[1]).is_file()
@@ -75,7 +74,7 @@ def test_shares_come_first_and_the_rest_goes_to_what_is_not_complete(script, tmp
     assert state["a"]["left"] == "3 cells"
     log.clear()
     state = script.visit(9, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
-    assert log == [("c", 1), ("a", 8)], "what had its share waits until the others had theirs"
+    assert log == [("c", 1), ("a", 4), ("c", 4)], "what had its share waits until the others had theirs"
     assert [state[name]["left"] for name in "abc"] == ["", "", "8 cells"]
 
 
@@ -95,7 +94,7 @@ def test_what_begins_anew_each_time_gets_more_than_it_had_or_nothing(script, tmp
     assert log == [("tests", 3), ("peers", 1), ("peers", 2)]
     log.clear()
     script.visit(5, tmp_path, tmp_path, "cpu", stages, now=lambda: clock[0])
-    assert log == [("tests", 5)]
+    assert log == [("tests", 3.75), ("peers", 1.25)]
 
 
 def test_what_takes_minutes_and_says_least_comes_last(script):

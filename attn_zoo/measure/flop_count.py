@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,13 @@ def _no_triton_launch() -> Iterator[None]:
         chain.remove(stop)
 
 
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled functions as they are written: what the compiler meets under a mode it never compiles again."""
+    with torch.compiler.set_stance("force_eager") if _COMPILER in sys.modules else nullcontext():
+        yield
+
+
 def count_operations(run: Callable[[], object]) -> Operations | None:
     """Run once and return the operations, those of a backward included where `run` has one.
 
@@ -224,7 +231,7 @@ def count_operations(run: Callable[[], object]) -> Operations | None:
     had_compiler = _COMPILER in sys.modules
     counter = _new_counter()
     try:
-        with _no_triton_launch(), counter:
+        with _no_triton_launch(), _uncompiled(), counter:
             run()
     except _OpaqueOperation:
         return None
@@ -232,6 +239,9 @@ def count_operations(run: Callable[[], object]) -> Operations | None:
         if had_compiler or _COMPILER not in sys.modules:
             raise
         return count_operations(run)  # it has just loaded the compiler, which then took the counter apart too
+    finally:
+        if not had_compiler and (compiler := sys.modules.get(_COMPILER)) is not None:
+            compiler.reset()  # it forgets what it met under the counter
     return Operations(counter.total, counter.additions)
 
 

@@ -6,7 +6,6 @@ On a CPU it has no backward pass, so only `infer` can be measured there, and its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from attn_zoo import AbstractAttention, BuildContext, UnsupportedError, VariantConfig, register_attention
 from attn_zoo.kernels.blocks.call import why_not_flex
 from attn_zoo.kernels.blocks.layout import BlockLayout
+from attn_zoo.kernels.exact.flex_attention import run_compiled
 from attn_zoo.metadata import Capabilities, Complexity, Reference
 
 
@@ -33,13 +33,6 @@ class FlexBigBirdConfig(VariantConfig):
     num_window_blocks: int = 3
     num_global_blocks: int = 2
     num_random_blocks: int = 3
-
-
-@cache
-def _compiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
 
 
 @register_attention(
@@ -130,7 +123,9 @@ class FlexBigBirdAttention(AbstractAttention):
             kind = query.device, query.dtype, query.shape[-1], self.config.block_size
             if reason := why_not_flex(*kind, needs_grad=True):
                 raise UnsupportedError("options", f"flex_bigbird: {reason}")
-        output: Tensor = _compiled()(query, key, value, block_mask=self._mask(query.shape[2], query.device)[0])
+        # Compiled for every shape, or refused: beyond a limit of shapes torch would run it unfused, and say so once.
+        mask = self._mask(query.shape[2], query.device)[0]
+        output: Tensor = run_compiled(query, key, value, mask=mask, slopes=None, offset=0)
         return output
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:

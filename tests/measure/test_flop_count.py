@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,58 @@ def test_flex_attention_is_not_mistaken_for_dense(monkeypatch):
     q = torch.randn(1, 2, 64, 16)
     with pytest.warns(UserWarning, match="flex_attention called without"):
         assert count_flops(lambda: flex_attention(q, q, q)) is None
+
+
+def test_what_is_compiled_is_counted_as_written_and_still_compiled_afterwards():
+    """Under a mode the compiler gives a function up: later shapes would be timed as they are written."""
+    graphs: list[object] = []
+
+    def backend(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def product(x: Tensor) -> Tensor:
+        return x @ x
+
+    compiled = torch.compile(product, backend=backend, dynamic=False)
+    x, larger = torch.ones(4, 4), torch.ones(5, 5)
+    compiled(x)
+    assert count_flops(lambda: compiled(x)) == 2 * 4**3
+    assert count_flops(lambda: compiled(torch.ones(6, 6))) == 2 * 6**3
+    assert len(graphs) == 1
+    compiled(larger)
+    compiled(x)
+    assert len(graphs) == 2
+
+
+COUNTED_FIRST = """
+import sys
+import torch
+from attn_zoo.measure.flop_count import count_flops
+
+graphs = []
+def backend(graph, _):
+    graphs.append(graph)
+    return graph
+
+def product(x):
+    return compiled(x)
+
+def compiled(x):  # as FlexAttention does, which compiles in its first call
+    global compiled
+    compiled = torch.compile(lambda x: x @ x, backend=backend, dynamic=False)
+    return compiled(x)
+
+assert "torch._dynamo" not in sys.modules
+assert count_flops(lambda: product(torch.ones(4, 4))) == 2 * 4**3
+product(torch.ones(5, 5))
+assert len(graphs) == 1, graphs
+"""
+
+
+def test_a_compiler_that_the_counted_call_loads_is_not_left_with_less():
+    done = subprocess.run([sys.executable, "-c", COUNTED_FIRST], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_operation_of_another_package_is_opaque_even_inside_a_fall_back():
