@@ -4,9 +4,10 @@
     python benchmarks/gpu_visit.py --minutes 9 --pack out --from out  # on a machine that has lost the work folder
 
 Stages run in order, the most valuable first, each for its share, which is small: a visit of 13 minutes has something of
-all. What time is left then goes to those that are not complete, as their shares are. Every matrix goes on where it stopped; on an unlike machine what is left is measured beside, its
-environment noted. After each stage its records are packed into one file that is small enough to carry, so a visit that
-is cut off loses at most a stage. The files of one call are of all stages, whichever of them it ran.
+all. What time is left then goes to those that are not complete, as their shares are. Every matrix goes on where it
+stopped; on an unlike machine what is left is measured beside, its environment noted. After each stage its records are
+packed into one file that is small enough to carry, so a visit that is cut off loses at most a stage. The files of one
+call are of all stages, whichever of them it ran.
 """
 
 from __future__ import annotations
