@@ -8,6 +8,7 @@ its graph.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,11 +43,26 @@ ONCE_MORE_BELOW_MS = 2_000.0
 ONCE_PHASES = ("gate", "probe", "energy", "memory", "count")
 """What a repeat of a cell goes without, but for a look at its first and last output, which is part of the probe."""
 
+MAX_COMPILED = 256
+"""Forms of one function that are compiled: the shapes of a gate and of all cells of a process. torch stops at 8."""
+
 RETAKES = 2
 """How often disturbed samples are thrown away and taken again; the last ones stay, flagged."""
 
 RETAKEN_S = (0.1, 5.0)
 """Seconds of samples that are taken again: fewer are over before a neighbour is gone, more are too dear."""
+
+
+def _refuse_uncompiled() -> None:
+    """Let what torch would run as it is written, because it has compiled too many forms of it, be an error.
+
+    An error is better than the time of something else. Where nothing has loaded the compiler, nothing is compiled yet.
+    """
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo import config
+
+        config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+        config.fail_on_recompile_limit_hit = True
 
 
 @contextmanager
@@ -113,9 +129,11 @@ class Trial:
         cell = self.record.cell
         with self.phase("build"):
             self._work = work = self.make_workload(cell, inputs)
+        _refuse_uncompiled()
         if not self.is_repeat:
             with self.phase("gate"):
                 self._checks = work.gate()
+            _refuse_uncompiled()
         with self.phase("timing"), recording() as kernels:
             call, setup = work.make_call()
             watch = make_stopwatch(cell.device)

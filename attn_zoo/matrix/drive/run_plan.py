@@ -38,6 +38,15 @@ GRACE_S = 30.0
 """How long the running cell may go on after the first Ctrl-C."""
 
 
+def _place(repeat: Record) -> tuple[bool, str, str]:
+    """Return where a repeat stands: the weighed one, from which is taken what the others go without, then by time.
+
+    It is one order for all of a bundle: on a cluster two of its processes may be under way at once. Short ones may have
+    begun in the same second.
+    """
+    return repeat.memory is None, repeat.started, repeat.bundle
+
+
 class Session(Control):
     """Stores records as they come, keeps the time limit, hears Ctrl-C.
 
@@ -173,8 +182,7 @@ class Session(Control):
                 self._store.repeats.write(record, len(repeats))
                 self._progress.finished(record, step)
                 return
-            # In one order for all of a bundle: on a cluster two of its processes may be under way at once.
-            record = pool_records(sorted(repeats, key=lambda one: (one.started, one.bundle)))
+            record = pool_records(sorted(repeats, key=_place))
         elif num_repeats > 1:
             num_done = num_repeats - len(repeats)
             if repeats:

@@ -170,8 +170,6 @@ class StepWorkload(AbstractWorkload):
         own = variants[cell.variant].learner
         self._learner: AbstractLearner = ours if own is None else own(ours)
         self._ours: Learner | None = ours
-        if self._learner.protocol.compile:
-            _refuse_uncompiled()
         self._before = [parameter.detach().clone() for parameter in self._learner.model.parameters()]
         self.inputs: Sequence[Tensor] = ()  # the data are small, and the weights must not be shared
 
@@ -252,13 +250,3 @@ class StepWorkload(AbstractWorkload):
 
     def release(self) -> None:
         """Keep everything: weights and averages are what the next step needs."""
-
-
-def _refuse_uncompiled() -> None:
-    """Let a model that torch would run as it is written, because it compiled too many of that source, be an error."""
-    from attn_zoo.training.updates import allow_compilations
-
-    allow_compilations()
-    from torch._dynamo import config
-
-    config.fail_on_recompile_limit_hit = True  # an error is better than the time of something else

@@ -24,6 +24,7 @@ from attn_zoo.measure import capture
 from attn_zoo.measure.energy import Clocks
 from attn_zoo.records import Cell
 from attn_zoo.training import TrainingResult
+from tests.conformance.broken import Broken, Softmax, registered
 from tests.matrix.conftest import run_cell, run_cells_in_turns, tiny_plan
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +50,40 @@ def test_a_workload_computes_what_the_cell_says():
     again = make_call_workload(wanted)
     assert torch.equal(again.leaves[0], query)
     assert not torch.equal(make_call_workload(replace(wanted, seed=1)).leaves[0], query)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it of inputs that are no leaves
+def test_a_variant_that_compiles_for_each_shape_is_never_timed_as_it_is_written():
+    """Beyond eight shapes, which the gate alone may need, torch would go on without the compiler and without a word."""
+    shapes: list[torch.Size] = []
+
+    def backend(graph, examples):
+        shapes.extend(x.shape for x in examples if isinstance(x, torch.Tensor))
+        return graph.forward
+
+    class Compiles(Softmax):
+        def __init__(self, config, build):
+            super().__init__(config, build)
+            self.product = torch.compile(torch.matmul, backend=backend, dynamic=False)
+
+        def attend(self, query, key, value, mask):
+            scores = self.product(query, key.mT) * query.shape[-1] ** -0.5
+            return self.product(self.weights(scores, self.keep(query, key, mask)), self.hide(value, mask))
+
+    lengths = [16 + step for step in range(12)]
+    torch.compiler.reset()
+    with (
+        torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False),
+        registered(Broken(cls=Compiles, check="")) as name,
+    ):
+        for item in tiny_plan([name], seq_len=lengths).cells:
+            shapes.clear()
+            record = run_cell(item.cell)
+            assert record.status == "ok", record.reason
+        assert torch._dynamo.config.recompile_limit > 8
+        assert torch._dynamo.config.fail_on_recompile_limit_hit
+        assert any(shape[-2:] == (27, 27) for shape in shapes), "the last length was compiled too"
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

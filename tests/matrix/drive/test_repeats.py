@@ -16,7 +16,7 @@ from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Repeats, Store
-from attn_zoo.records import Record, Timing
+from attn_zoo.records import Memory, Record, Timing
 from attn_zoo.statistics.pooling import pool_records
 from tests.matrix.conftest import environment, tiny_plan
 
@@ -265,6 +265,16 @@ def test_the_next_repeat_is_forecast_without_what_only_the_first_one_does(tmp_pa
     first = Record(cell=item.cell, status="ok", timing=timing(1.0), duration_s=30.5, phases=phases)
     session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, {item.cell.key: [first]})
     assert session.forecast_s(item) == 3.25
+
+
+def test_what_one_repeat_alone_has_is_kept_when_the_others_began_in_the_same_second(tmp_path):
+    (item,) = plan_of([16], repeats=2).cells
+    plain = Record(cell=item.cell, status="ok", timing=timing(1.0), started="2026-01-01T00:00:00+00:00", gate=("own",))
+    first = replace(plain, memory=Memory(peak_bytes=1), gate=("finite", "own"), energy_joules=2.0, bundle="b")
+    session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, {item.cell.key: [first]})
+    session.finished(replace(plain, bundle="a"))
+    (record,) = session.new
+    assert (record.gate, record.energy_joules, record.bundle) == (("finite", "own"), 2.0, "b a")
 
 
 def test_records_of_two_environments_are_not_pooled():

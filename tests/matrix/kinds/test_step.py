@@ -194,7 +194,8 @@ def test_every_cell_of_a_process_is_compiled_or_fails(graphs, monkeypatch):
     assert [run_cell(cell).status for cell in three[:2]] == ["ok", "ok"]
     assert len(graphs) == 2
     config.recompile_limit = 1
-    monkeypatch.setattr(updates, "MAX_COMPILED", 2)
+    for module in (updates, trial):
+        monkeypatch.setattr(module, "MAX_COMPILED", 2)
     record = run_cell(three[2])
     assert record.status == "error", record
     assert "recompile_limit" in record.reason
