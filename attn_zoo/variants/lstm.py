@@ -227,9 +227,9 @@ def _run_for_backward(lstm: nn.Module, hidden: Tensor, state: tuple[Tensor, Tens
     zeros = hidden.new_zeros(1, hidden.shape[0], lstm.hidden_size)
     weights: list[Tensor] = [*lstm.all_weights[0]]
     keeps = torch.is_grad_enabled()
-    first, second, *_ = weights
-    if hidden.dtype == torch.bfloat16 == first.dtype and second.data_ptr() != first.data_ptr() + first.nbytes:
-        # cuDNN wants its weights in one block, or copies them in each call. The module sees to it, but not in bfloat16.
+    is_alone = weights[0].untyped_storage().nbytes() == weights[0].nbytes
+    if hidden.dtype == torch.bfloat16 == weights[0].dtype and is_alone:
+        # cuDNN wants all weights in one block, or copies them in each call. The module sees to it, but not in bfloat16.
         with torch.no_grad():
             torch._cudnn_rnn_flatten_weight(weights, 4, lstm.input_size, 2, lstm.hidden_size, 0, 1, True, False)
     outputs, *ends = torch.lstm(hidden, state or (zeros, zeros), weights, True, 1, 0.0, keeps, False, True)

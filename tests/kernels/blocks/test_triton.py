@@ -91,9 +91,11 @@ def check_against_dense(
     assert paths == ["block_sparse.triton"]
     plain = value_and_gradients(dense, inputs)
     exact = value_and_gradients(dense, [x.double() for x in inputs])
+    # Scores in base 2 are 1.44 times as large, and so are their roundings; a slope makes them hundreds.
+    times = 2.0 if slopes is None else 3.0
     for what, actual, rough, wanted in zip(("output", "query", "key", "value"), found, plain, exact, strict=True):
         assert actual.dtype == inputs[0].dtype
-        assert_exact(actual, rough, wanted, what)
+        assert_exact(actual, rough, wanted, what, times=times)
 
 
 def refusal(query: Tensor, pattern: BlockPattern, **options: Any) -> str:
