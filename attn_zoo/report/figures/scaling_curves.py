@@ -229,10 +229,10 @@ def _growth_words(grown: Growth, shown: Container[str]) -> str:
 
 
 def _wins(panel: Panel, curve: Curve) -> list[str]:
-    """Return from where a curve is the cheaper one, of the GPU alone and as calls."""
+    """Return from where a curve is the cheaper one, of the GPU alone and as calls, in words that fit their lines."""
     alone = _crossing_words(panel, panel.crossing(curve.label, is_device=True))
     calls = _crossing_words(panel, panel.crossing(curve.label))
-    return [f"{alone} (GPU alone)", calls and f"{calls} (calls)"] if alone else [calls]
+    return [f"{alone} (GPU)", calls.replace("cheaper", "calls", 1)] if alone else [calls]
 
 
 def _crossing_words(panel: Panel, crossing: Crossing | None) -> str:

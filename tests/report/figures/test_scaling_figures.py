@@ -254,7 +254,8 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
     shown = words(time.figure)
     assert "shaded: calls wait for the host" in shown
     assert "inferred" not in shown
-    assert "cheaper: from 10,000 (GPU alone)" in shown
+    assert "cheaper: from 10,000 (GPU)" in shown
+    assert "calls: from 9,890" in shown
     assert "N^2.00 (claimed 2)" in shown
     lines = [(tuple(line.get_ydata()), line.get_alpha()) for line in time.figure.axes[0].get_lines()]
     for cost in costs.values():
