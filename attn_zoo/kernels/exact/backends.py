@@ -119,6 +119,7 @@ class Preference:
         device: `"cpu"` or `"cuda"`.
         capability: CUDA major version, or None for any.
         has_bias: for calls with padding, ALiBi or a causal mask with L != S; None for both.
+        is_step: for calls of one query, as decoding makes them; None for both.
         order: backends, best first.
         source: where the order comes from.
     """
@@ -126,6 +127,7 @@ class Preference:
     device: str
     capability: int | None = None
     has_bias: bool | None = None
+    is_step: bool | None = None
     order: tuple[Backend, ...]
     source: str
 
@@ -140,10 +142,27 @@ PREFERENCES: tuple[Preference, ...] = (
     ),
     Preference(
         device="cuda",
+        capability=9,
+        has_bias=True,
+        order=("varlen", "cudnn", "efficient", "math"),
+        source="H200, torch 2.11, bfloat16, forward and backward, 16 heads of 64: with a mask of 16 384 keys torch's "
+        "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times "
+        "(results/h200/peers-gpu). Packed keys are level with it where an eighth is padding",
+    ),
+    Preference(
+        device="cuda",
         has_bias=True,
         order=("varlen", "efficient", "math"),
         source="flash takes no mask, but keys packed without their padding, which are fewer: the other kernels compute "
         "what a mask hides, and it makes cuDNN 2 to 9 times slower (github.com/unslothai/unsloth/pull/11102)",
+    ),
+    Preference(
+        device="cuda",
+        capability=9,
+        is_step=True,
+        order=("flash", "efficient", "cudnn", "math"),
+        source="cuDNN makes a plan for every number of keys, and each token has one more: about 90 ms for a token on "
+        "an H100, torch 2.11 (benchmarks/NOTES.md)",
     ),
     Preference(
         device="cuda",
@@ -255,7 +274,8 @@ def choose(call: ExactCall, *, is_compiled: bool = False) -> str:
     device = call.query.device
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     for row in PREFERENCES:
-        if row.device == device.type and row.capability in (None, capability) and row.has_bias in (None, call.has_bias):
+        fits = row.capability in (None, capability) and row.has_bias in (None, call.has_bias)
+        if row.device == device.type and fits and row.is_step in (None, query_len == 1):
             order = [backend for backend in row.order if backend != "varlen" or is_much]
             return next(backend for backend in order if why_not(backend, call) is None)
     return "math"

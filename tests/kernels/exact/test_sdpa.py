@@ -89,18 +89,22 @@ def test_on_a_gpu_padded_keys_are_packed_where_they_can_be(monkeypatch, served):
         return SimpleNamespace(device=device, is_cuda=True, shape=(2, H, length, D), requires_grad=False)
 
     long, few = tensor(8192), tensor(4096)
-    packed = "varlen" if served else "efficient"
+    packed = "varlen" if served else "cudnn"
     plain = call(query=long, key=long, value=long)
     padded = plain._replace(key_padding_mask=half_padded(8192))
     assert choose(padded) == packed
-    assert choose(padded._replace(is_causal=True)) == "efficient"
+    assert choose(padded._replace(is_causal=True)) == "cudnn"
     assert choose(plain) == "cudnn"
+    assert choose(plain._replace(query=tensor(1))) == "flash", "cuDNN would plan for every token"
     assert choose(plain._replace(query=few, is_causal=True)) == packed
     short = padded._replace(query=few, key=few, value=few, key_padding_mask=half_padded(4096))
-    assert choose(short._replace(query=tensor(64))) == "efficient", "the host would take longer than it saves"
+    assert choose(short._replace(query=tensor(64))) == "cudnn", "the host would take longer than it saves"
     assert choose(short._replace(query=tensor(64)), is_compiled=True) == packed
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert choose(padded) == "efficient", "who switches flash off gets none"
+    assert choose(padded) == "cudnn", "who switches flash off gets none"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert choose(padded) == "efficient", "a mask makes cuDNN slow there"
+    assert choose(plain) == choose(plain._replace(query=tensor(1))) == "flash"
 
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])

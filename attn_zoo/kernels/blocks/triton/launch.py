@@ -47,9 +47,8 @@ class Tiles:
         block_n: keys of a tile.
         num_warps: of a program.
         num_stages: of its pipeline.
-        max_registers: of a thread where nothing is hidden; a few more would make one program less resident.
-        masked_stages: of the pipeline where every tile is masked, if fewer: what a mask needs in shared memory for
-            each stage would make one program less resident.
+        max_registers: of a thread where nothing is hidden; more would make one program less resident, which costs more
+            than the few that do not fit.
     """
 
     block_m: int
@@ -57,30 +56,28 @@ class Tiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    masked_stages: int | None = None
 
-    def options(self, *, is_masked: bool, takes_registers: bool) -> dict[str, int]:
+    def options(self, *, takes_registers: bool) -> dict[str, int]:
         """Return the options of a launch.
 
         Args:
-            is_masked: in every tile, by padding or by a rule.
             takes_registers: something is hidden anywhere, or drawn, or added to the scores.
         """
         limit = {} if self.max_registers is None or takes_registers else {"maxnreg": self.max_registers}
-        stages = self.masked_stages if is_masked and self.masked_stages else self.num_stages
-        return {"num_warps": self.num_warps, "num_stages": stages, **limit}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 # For 16-bit inputs and blocks of 64 or more, by kernel and head_dim (smaller ones as 64). Chosen from what the compiler
-# says for Hopper (registers, shared memory, no spills, products as wgmma), not yet from times. A tile of 64 queries is
+# says for Hopper (registers, shared memory, products as wgmma), then from times of an H100 (benchmarks/NOTES.md): eight
+# warps take up to twice as long, tiles of 32 keys a sixth longer, more stages change nothing. A tile of 64 queries is
 # one wgmma of four warps. Three stages, because the pipeline spends one on the table: keys are loaded one step ahead,
 # their block number two. Resident programs on a multiprocessor, as registers and shared memory allow:
 _TILES: dict[tuple[Kernel, int], Tiles] = {
-    ("forward", 64): Tiles(64, 64, 4, 3),  # 112 registers, 40 KiB: 4
+    ("forward", 64): Tiles(64, 64, 4, 3, max_registers=96),  # 96 registers (112 if it may), 40 KiB: 5
     ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
     ("query_gradient", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 127 (135 if it may), 48 KiB: 4
-    ("query_gradient", 128): Tiles(64, 64, 4, 3, masked_stages=2),  # 208, 96 KiB: 2; masked 255, 96 KiB, with 3 128
-    ("key_gradient", 64): Tiles(64, 64, 4, 3),  # 216, 49 KiB: 2
+    ("query_gradient", 128): Tiles(64, 64, 4, 2),  # 208, 96 KiB: 2; masked 255, 96 KiB, with 3 stages 128
+    ("key_gradient", 64): Tiles(64, 64, 4, 3, max_registers=168),  # 168 (216 if it may), 49 KiB: 3
     ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 234, 64 KiB: 2; with 64 queries it spills
 }
 
@@ -164,7 +161,7 @@ def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
         "has_padding": call.padding is not None,
         "has_slopes": call.slopes is not None,
         **dropout_options(call.dropout_p),
-        **tiles.options(is_masked=is_masked, takes_registers=takes_registers),
+        **tiles.options(takes_registers=takes_registers),
     }
 
 
