@@ -65,7 +65,7 @@ gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-decode gpu-accuracy: export PYTH
 gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
 	$(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
 
-gpu-visit:  ## all of them in one visit of 25 minutes: call again until nothing is left; OUT gets files to carry, FROM has them
+gpu-visit:  ## all of them in one visit, the most valuable first: call again until nothing is left; OUT gets files to carry, FROM has them
 	$(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
 
 gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is

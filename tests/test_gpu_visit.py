@@ -99,14 +99,22 @@ def test_what_begins_anew_each_time_gets_more_than_it_had_or_nothing(script, tmp
 
 def test_what_takes_minutes_and_says_least_comes_last(script):
     """Lanes run one after another: exact attention at its longest would come before the others at their shortest."""
-    globs = {stage.name: [each.partition("=")[2] for each in stage.more] for stage in script.STAGES}
-    cells = [f"{name}/scaling/fwd/L{512 * 2**power}/bf16" for name in ("full", "bigbird") for power in range(12)]
-    first, second = (
-        {cell for cell in cells if any(fnmatch.fnmatch(cell, glob) for glob in globs[name])}
-        for name in ("scaling, long", "scaling, short")
-    )
-    assert not first & second
-    assert set(cells) - first - second == {f"full/scaling/fwd/L{length}/bf16" for length in (524_288, 1_048_576)}
+    [globs] = [stage.more for stage in script.STAGES if stage.name == "scaling, first"]
+
+    def lengths_of(name: str, rest: str) -> list[int]:
+        cells = {length: rest.format(length) for length in [512 * 2**power for power in range(12)]}
+        return [
+            length
+            for length, cell in cells.items()
+            if any(fnmatch.fnmatch(f"{name}/scaling/{cell}", glob.partition("=")[2]) for glob in globs)
+        ]
+
+    doublings = [1024 * 2**power for power in range(8)]
+    for pass_ in ("fwd", "fwd_bwd"):
+        assert lengths_of("full", pass_ + "/L{}/bf16/seed0") == doublings
+        assert lengths_of("bigbird", pass_ + "/L{}/bf16/seed0") == [*doublings, 262_144, 1_048_576]
+    for rest in ("bwd/L{}/bf16/seed0", "fwd/L{}/bf16/D128/seed0", "fwd/L{}/fp32/seed0"):
+        assert not lengths_of("bigbird", rest)
 
 
 def test_the_state_of_the_latest_pack_stays_whenever_its_file_was_copied(script, tmp_path):
