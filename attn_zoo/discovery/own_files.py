@@ -20,7 +20,7 @@ SUFFIXES = (".py", *EXTENSION_SUFFIXES)
 
 
 @cache
-def _imported(text: bytes) -> frozenset[tuple[int, str]]:
+def _imported(text: bytes, is_at_once: bool) -> frozenset[tuple[int, str]]:
     try:
         waiting: list[Any] = [ast.parse(text)]
     except (SyntaxError, ValueError):  # whoever imports it will say so
@@ -36,14 +36,19 @@ def _imported(text: bytes) -> frozenset[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             stem = f"{node.module}." if node.module else ""
             names |= {(node.level, f"{stem}{alias.name}") for alias in node.names}
+        if is_at_once and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an import is a statement in one of these
             waiting += getattr(node, block, ())
     return frozenset(names)
 
 
-def imported_names(path: Path) -> frozenset[tuple[int, str]]:
-    """Return (level, name) of what a file imports; level 0 is absolute. Each name may be a module or lie in one."""
-    return _imported(path.read_bytes()) if path.suffix == ".py" else frozenset()
+def imported_names(path: Path, *, is_at_once: bool = False) -> frozenset[tuple[int, str]]:
+    """Return (level, name) of what a file imports; level 0 is absolute. Each name may be a module or lie in one.
+
+    Where `is_at_once`, only what is imported when the file itself is, and not inside functions.
+    """
+    return _imported(path.read_bytes(), is_at_once) if path.suffix == ".py" else frozenset()
 
 
 def modules_at(folder: Path, parts: Sequence[str]) -> Iterator[Path]:

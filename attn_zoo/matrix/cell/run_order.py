@@ -39,7 +39,7 @@ def _empty_records(order: WorkOrder, status: Status = "ok", reason: str = "") ->
 def _packages(cell: Cell) -> dict[str, str]:
     if cell.variant not in variants:  # its file could not be loaded, which the record says
         return {}
-    return imported_packages(variants[cell.variant], kind_of(cell).rooms)
+    return imported_packages(variants[cell.variant], kind_of(cell).rooms, cell.device)
 
 
 def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:

@@ -111,7 +111,7 @@ class Accuracy(AbstractKind):
         own, cross = super().source_digest(cell), cell.overrides.get("cross_variant")
         if not isinstance(cross, str) or cross not in variants or cross == cell.variant:
             return own
-        return own[:8] + source_digest(variants[cross], self.rooms)[:8]
+        return own[:8] + source_digest(variants[cross], self.rooms, cell.device)[:8]
 
     def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
         problems: list[Problem] = []

@@ -161,7 +161,7 @@ class AbstractKind(ABC):
 
     def source_digest(self, cell: Cell) -> str:
         """Return the digest of all sources that decide what a cell measures."""
-        return source_digest(variants[cell.variant], self.rooms)
+        return source_digest(variants[cell.variant], self.rooms, cell.device)
 
     def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:  # noqa: ARG002
         """Return what is wrong with names in a group, and with values that depend on them.

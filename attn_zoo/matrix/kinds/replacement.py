@@ -96,7 +96,7 @@ class Replace(Accuracy):
         own = super().source_digest(cell)
         if cell.replaces == cell.variant or cell.replaces not in variants:
             return own
-        return own[:8] + source_digest(variants[cell.replaces], self.rooms)[:8]
+        return own[:8] + source_digest(variants[cell.replaces], self.rooms, cell.device)[:8]
 
     def problems(self, group: Mapping[str, Any], where: str) -> list[Problem]:
         problems = super().problems(group, where)

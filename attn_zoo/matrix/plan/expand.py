@@ -189,7 +189,8 @@ def plain_files(cells: Iterable[PlannedCell]) -> dict[str, list[str]]:
 def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[PlannedCell]:
     """Yield every cell of the matrix, group by group; some may occur twice."""
     for _, kind, group in matrix.groups():
-        members = [_member(entry, matrix.options.get(entry.name, {}), kind) for entry in group.variants]
+        given = [(entry, matrix.options.get(entry.name, {})) for entry in group.variants]
+        members = [_member(*each, kind, group.device) for each in given]
         for item in kind.expand(group, members, data_dir):
             if group.device == "cuda" and not has_cuda:
                 refusal = ("cuda", "no CUDA device here")
@@ -198,12 +199,12 @@ def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[P
                 yield item
 
 
-def _member(entry: Entry, options: Mapping[str, Any], kind: AbstractKind) -> Member:
+def _member(entry: Entry, options: Mapping[str, Any], kind: AbstractKind, device: str) -> Member:
     return {
         "variant": entry.name,
         "label": entry.label or entry.name,
         "options": json.loads(json.dumps({**options, **entry.options})),  # a copy of its own for every entry
-        "variant_digest": source_digest(variants[entry.name], kind.rooms),
+        "variant_digest": source_digest(variants[entry.name], kind.rooms, device),
         **({"overrides": overrides} if (overrides := entry.overrides()) else {}),
     }
 

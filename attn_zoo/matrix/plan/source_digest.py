@@ -2,6 +2,7 @@
 
 Imports are followed through the text of the files, also those inside functions, but only in rooms whose code runs
 while something is measured. How it is measured is in the protocol versions, and what reads results decides nothing.
+Nor do, on a CPU, modules of this package that cannot be imported without Triton: they are for GPUs.
 Of other projects' packages the versions count, where a variant that is not ours imports them; of those that are used
 from their source tree, as editable ones are, the files too that it imports.
 """
@@ -42,8 +43,8 @@ def _own_package(source: Path, is_plain: bool) -> tuple[str, Path]:
     return top.name, top.parent
 
 
-def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) -> dict[str, Path]:
-    """Return the files that decide a result, by names that are the same on every machine.
+def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: bool = False) -> dict[str, Path]:
+    """Return the files that decide a result on a device, by names that are the same on every machine.
 
     One that `is_plain` belongs to no package, and may import what lies beside it.
     """
@@ -60,6 +61,20 @@ def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) 
         elif own_name == parts[0]:
             yield from modules_at(own_folder, parts)
 
+    loads: dict[Path, bool] = {}
+
+    def loads_triton(path: Path) -> bool:
+        if path not in loads:
+            loads[path] = False  # in a circle of imports, until the others are known
+            names = imported_names(path, is_at_once=True)
+            loads[path] = any(level == 0 and name.partition(".")[0] == "triton" for level, name in names) or any(
+                loads_triton(file) for level, name in names for file in resolve(path, level, name)
+            )
+        return loads[path]
+
+    def is_run(path: Path) -> bool:
+        return device != "cpu" or not path.is_relative_to(root) or not loads_triton(path)
+
     # A plug-in need not import what builds and calls it.
     own = own_files(source) if is_plain else {source.name: source}
     files = {*own.values(), *(root / room / "__init__.py" for room in (rooms[0], "attention"))}
@@ -67,7 +82,7 @@ def source_files(source: Path, rooms: Sequence[str], *, is_plain: bool = False) 
     while waiting:
         path = waiting.pop()
         for level, name in imported_names(path):
-            new = set(resolve(path, level, name)) - files
+            new = {file for file in resolve(path, level, name) if file not in files and is_run(file)}
             files |= new
             waiting += new
     return {
@@ -94,10 +109,10 @@ def _source_root(name: str) -> Path | None:
 
 
 @cache
-def _packages(source: Path, rooms: tuple[str, ...], is_plain: bool, content: str) -> dict[str, str]:
+def _packages(source: Path, rooms: tuple[str, ...], device: str, is_plain: bool, content: str) -> dict[str, str]:
     del content  # a file that is loaded anew may import others
     root = Path(attn_zoo.__path__[0])
-    files = source_files(source, rooms, is_plain=is_plain)
+    files = source_files(source, rooms, device, is_plain=is_plain)
     own = {name: path for name, path in files.items() if not path.is_relative_to(root)}
     names = {name.partition(".")[0] for path in own.values() for level, name in imported_names(path) if level == 0}
     names -= {_PACKAGE, *PACKAGES, *sys.stdlib_module_names, *(re.split("[./]", name)[0] for name in own)}
@@ -115,32 +130,34 @@ def _packages(source: Path, rooms: tuple[str, ...], is_plain: bool, content: str
     return {package: version for package, version in sorted(found.items()) if package not in PACKAGES}
 
 
-def imported_packages(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> dict[str, str]:
+def imported_packages(variant: Variant, rooms: tuple[str, ...], device: str) -> dict[str, str]:
     """Return versions of the packages that a variant's own files import, by name; of a source tree a digest too.
 
     Those that every environment records are there, and empty is what our own variants import besides.
     """
-    return _packages(*_program(variant, rooms)) if variant.digest else {}
+    return _packages(*_program(variant, rooms, device)) if variant.digest else {}
 
 
-def _program(variant: Variant, rooms: tuple[str, ...]) -> tuple[Path, tuple[str, ...], bool, str]:
+def _program(variant: Variant, rooms: tuple[str, ...], device: str) -> tuple[Path, tuple[str, ...], str, bool, str]:
     source = Path(variant.source)
-    return source, rooms, variant.provider == source.name, variant.digest
+    return source, rooms, device, variant.provider == source.name, variant.digest
 
 
 @cache
-def _digest(source: Path, rooms: tuple[str, ...], is_plain: bool, content: str) -> str:
+def _digest(source: Path, rooms: tuple[str, ...], device: str, is_plain: bool, content: str) -> str:
     digest = hashlib.sha256()
-    for name, path in sorted(source_files(source, rooms, is_plain=is_plain).items()):
+    for name, path in sorted(source_files(source, rooms, device, is_plain=is_plain).items()):
         digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    for name, version in _packages(source, rooms, is_plain, content).items():
+    for name, version in _packages(source, rooms, device, is_plain, content).items():
         digest.update(f"{name}=={version}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def source_digest(variant: Variant, rooms: tuple[str, ...] = CALL_ROOMS) -> str:
+def source_digest(variant: Variant, rooms: tuple[str, ...], device: str) -> str:
     """Return 16 hexadecimal digits that change when one of the variant's `source_files` or `imported_packages` does.
 
     Computed once per process and registration: what is imported does not change under a running process either.
     """
-    return _digest(*_program(variant, rooms)) if variant.digest else ""  # a notebook names files that do not exist
+    return (
+        _digest(*_program(variant, rooms, device)) if variant.digest else ""
+    )  # a notebook names files that do not exist

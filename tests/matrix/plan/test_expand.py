@@ -13,7 +13,7 @@ from attn_zoo.matrix import claimed_costs
 from attn_zoo.matrix.plan.estimate import CALLS, REPEATED_CALLS, START_S, assumed_rate
 from attn_zoo.matrix.plan.expand import estimated, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
-from attn_zoo.matrix.plan.source_digest import source_digest
+from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, source_digest
 from attn_zoo.registry import Variant, variants
 from tests.matrix.conftest import make_matrix, tiny_plan
 
@@ -177,7 +177,7 @@ def test_only_keeps_matching_cells():
 
 def test_the_digest_is_in_the_cell():
     (cell, *_) = (item.cell for item in tiny_plan(["fake_ok"]).cells)
-    assert cell.variant_digest == source_digest(variants["fake_ok"]) != ""
+    assert cell.variant_digest == source_digest(variants["fake_ok"], CALL_ROOMS, "cpu") != ""
 
 
 def test_probe_asks_constructors_and_survives_what_they_do():

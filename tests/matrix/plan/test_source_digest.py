@@ -45,12 +45,12 @@ def package(tmp_path, monkeypatch) -> Path:
     return Path(copy)
 
 
-def digests(source: Path, provider: str = "attn_zoo") -> list[str]:
+def digests(source: Path, provider: str = "attn_zoo", device: str = "cpu") -> list[str]:
     """Return the digests of a call and of a training, as another process would find them."""
     for kept in (module._digest, module._packages, module._distributions):
         kept.cache_clear()
     variant = replace(variants["full"], source=str(source), provider=provider)
-    return [source_digest(variant, rooms) for rooms in (CALL_ROOMS, TRAINING_ROOMS)]
+    return [source_digest(variant, rooms, device) for rooms in (CALL_ROOMS, TRAINING_ROOMS)]
 
 
 def edit(path: Path) -> None:
@@ -80,6 +80,32 @@ def test_an_edit_makes_stale_what_runs_the_edited_code(package, name, is_stale):
     assert [old != new for old, new in zip(before, digests(source), strict=True)] == is_stale
 
 
+@pytest.mark.parametrize(
+    ("name", "is_run"),
+    [
+        ("kernels/blocks/triton/launch.py", False),
+        ("kernels/blocks/triton/forward.py", False),
+        ("kernels/blocks/block_attention.py", True),
+        ("kernels/cached_launch.py", True),
+    ],
+)
+def test_what_needs_triton_decides_nothing_on_a_cpu(package, name, is_run):
+    source = package / "variants" / "bigbird.py"
+    before = {device: digests(source, device=device) for device in ("cpu", "cuda")}
+    edit(package / name)
+    assert not set(digests(source, device="cuda")) & set(before["cuda"])
+    assert (digests(source, device="cpu") != before["cpu"]) is is_run
+
+
+def test_a_plain_file_counts_with_all_that_lies_beside_it(tmp_path):
+    """Also with what needs Triton: it may have another way on a CPU."""
+    source = tmp_path / "mine" / "plug_in.py"
+    source.parent.mkdir()
+    source.write_text("import beside\n")
+    (source.parent / "beside.py").write_text("try:\n    import triton\nexcept ImportError:\n    triton = None\n")
+    assert "beside.py" in source_files(source, CALL_ROOMS, "cpu", is_plain=True)
+
+
 def test_a_plain_file_counts_with_what_lies_beside_it_and_with_what_calls_it(package, tmp_path):
     source = tmp_path / "mine" / "plug_in.py"
     source.parent.mkdir()
@@ -104,7 +130,7 @@ def test_what_python_finds_elsewhere_or_cannot_find_is_not_beside_a_plain_file(t
     source.write_text("import random, pytest, attn_zoo\ntry:\n    from .. import above\nexcept ImportError: ...\n")
     for name in ("mine/random", "mine/pytest", "mine/attn_zoo", "above"):
         (tmp_path / f"{name}.py").write_text("")
-    files = source_files(source, CALL_ROOMS, is_plain=True)
+    files = source_files(source, CALL_ROOMS, "cpu", is_plain=True)
     assert {name for name in files if "/" not in name} == {"plug_in.py"}
 
 
@@ -126,7 +152,7 @@ def test_of_packages_that_a_file_imports_the_versions_count(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path / "site")
     variant = replace(variants["full"], source=str(source), provider=source.name)
     before = digests(source, source.name)
-    assert imported_packages(variant) == {}, "not installed, or recorded with every environment"
+    assert imported_packages(variant, CALL_ROOMS, "cpu") == {}, "not installed, or recorded with every environment"
     installed = tmp_path / "site" / "Strange_Project.dist-info"
     installed.mkdir(parents=True)
     (installed / "top_level.txt").write_text("strange\n")
@@ -134,10 +160,10 @@ def test_of_packages_that_a_file_imports_the_versions_count(tmp_path, monkeypatc
     for version in ("1.0", "1.1"):
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Strange-Project\nVersion: {version}\n")
         found.append(digests(source, source.name))
-        assert imported_packages(variant) == {"Strange-Project": version}
+        assert imported_packages(variant, CALL_ROOMS, "cpu") == {"Strange-Project": version}
     assert not set(found[0]) & set(found[1])
     assert not set(found[0]) & set(before)
-    assert imported_packages(variants["full"]) == {}
+    assert imported_packages(variants["full"], CALL_ROOMS, "cpu") == {}
 
 
 @pytest.mark.parametrize("is_editable", [None, True, False], ids=["on the path only", "editable", "installed"])
@@ -160,9 +186,9 @@ def test_of_a_package_that_is_used_from_its_source_the_files_count(tmp_path, mon
     variant = replace(variants["full"], source=str(source), provider=source.name)
     found = []
     for name in ("fast", "unused"):
-        found += [(digests(source, source.name), imported_packages(variant))]
+        found += [(digests(source, source.name), imported_packages(variant, CALL_ROOMS, "cpu"))]
         edit(tree / "kernels_of_mine" / f"{name}.py")
-    found += [(digests(source, source.name), imported_packages(variant))]
+    found += [(digests(source, source.name), imported_packages(variant, CALL_ROOMS, "cpu"))]
     before, fast, unused = found
     assert fast == unused
     assert (set(before[0]) & set(fast[0]) == set()) is (is_editable is not False)
@@ -180,7 +206,7 @@ def test_a_module_of_another_package_counts_with_that_package(tmp_path):
     source = folder / "zoo" / "variant.py"
     source.write_text("from ..kernels import fast\nimport theirs.absent, stranger\n")
     (tmp_path / "stranger.py").write_text("")
-    files = source_files(source, CALL_ROOMS)
+    files = source_files(source, CALL_ROOMS, "cpu")
     own = {name for name in files if not name.startswith("attn_zoo/")}
     assert own == {"theirs/zoo/variant.py", "theirs/kernels.py", "theirs/__init__.py"}
 
@@ -221,13 +247,13 @@ class A:
     )
     for letter in "abcdefghijkl":
         (tmp_path / f"{letter}.py").touch()
-    files = source_files(source, CALL_ROOMS, is_plain=True)
+    files = source_files(source, CALL_ROOMS, "cpu", is_plain=True)
     assert {name for name in files if "/" not in name} == {"plug_in.py", *(f"{letter}.py" for letter in "abcdefghijkl")}
 
 
 def test_names_of_sources_are_the_same_on_every_machine():
     for rooms in (CALL_ROOMS, TRAINING_ROOMS):
-        files = source_files(Path(variants["full"].source), rooms)
+        files = source_files(Path(variants["full"].source), rooms, "cuda")
         assert {name.split("/")[1] for name in files} == set(rooms)
         assert all(path == PACKAGE.parent / name for name, path in files.items())
 
@@ -258,7 +284,9 @@ MEASURING = {"folder.py", "kernels/trace.py", "records.py", "whole_files.py", "m
 def uncovered(kind: AbstractKind, name: str, files: set[Path]) -> set[str]:
     """Return which of the files the digest of a variant's cells of this kind does not cover."""
     variant = variants[name]
-    covered = source_files(Path(variant.source), kind.rooms, is_plain=variant.provider == Path(variant.source).name)
+    covered = source_files(
+        Path(variant.source), kind.rooms, "cpu", is_plain=variant.provider == Path(variant.source).name
+    )
     names = {path.relative_to(PACKAGE).as_posix() for path in files - set(covered.values())}
     return {name for name in names if not {name, name.partition("/")[0]} & (ASKED_ONCE | MEASURING)}
 
@@ -313,5 +341,5 @@ def test_whatever_runs_in_a_training_is_in_the_digest():
 def test_each_kind_of_cell_has_the_digest_of_what_it_runs():
     (call, *_) = tiny_plan(["fake_ok"]).cells
     (training,) = training_plan(["fake_train_ok"]).cells
-    assert call.cell.variant_digest == source_digest(variants["fake_ok"], CALL_ROOMS) != ""
-    assert training.cell.variant_digest == source_digest(variants["fake_train_ok"], TRAINING_ROOMS) != ""
+    assert call.cell.variant_digest == source_digest(variants["fake_ok"], CALL_ROOMS, "cpu") != ""
+    assert training.cell.variant_digest == source_digest(variants["fake_train_ok"], TRAINING_ROOMS, "cpu") != ""
