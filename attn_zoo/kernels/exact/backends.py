@@ -119,6 +119,7 @@ class Preference:
         device: `"cpu"` or `"cuda"`.
         capability: CUDA major version, or None for any.
         has_bias: for calls with padding, ALiBi or a causal mask with L != S; None for both.
+        has_row_bias: for calls whose bias differs between queries, which get it a few at a time; None for both.
         is_step: for calls of one query, as decoding makes them; None for both.
         order: backends, best first.
         source: where the order comes from.
@@ -127,6 +128,7 @@ class Preference:
     device: str
     capability: int | None = None
     has_bias: bool | None = None
+    has_row_bias: bool | None = None
     is_step: bool | None = None
     order: tuple[Backend, ...]
     source: str
@@ -144,6 +146,7 @@ PREFERENCES: tuple[Preference, ...] = (
         device="cuda",
         capability=9,
         has_bias=True,
+        has_row_bias=False,  # cuDNN would make a plan for each stretch of queries
         order=("varlen", "cudnn", "efficient", "math"),
         source="H200, torch 2.11, bfloat16, forward and backward, 16 heads of 64: with a mask of 16 384 keys torch's "
         "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times "
@@ -274,8 +277,9 @@ def choose(call: ExactCall, *, is_compiled: bool = False) -> str:
     device = call.query.device
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     for row in PREFERENCES:
-        fits = row.capability in (None, capability) and row.has_bias in (None, call.has_bias)
-        if row.device == device.type and fits and row.is_step in (None, query_len == 1):
+        is_alike = row.has_bias in (None, call.has_bias) and row.has_row_bias in (None, call.has_row_bias)
+        fits = row.capability in (None, capability) and is_alike and row.is_step in (None, query_len == 1)
+        if row.device == device.type and fits:
             order = [backend for backend in row.order if backend != "varlen" or is_much]
             return next(backend for backend in order if why_not(backend, call) is None)
     return "math"
