@@ -415,7 +415,7 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         known = store.info().planned
         has_plan = known is not None
         unseen = "what changed since" if has_plan else "what is left, and what changed since,"
-        doubt = f"{unseen} is not known: {error.problems[0][1]}"
+        doubt = f"{unseen} is not known: {error.problems[0][1]}; files of variants are named by --variant-file"
         cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
     scan = store.scan([item.cell for item in cells])
     found = standing(cells, list(scan.records.values()), store.repeats.count())

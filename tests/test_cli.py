@@ -659,6 +659,7 @@ def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):
         assert max(len(line) for line in answer.out.splitlines()) <= 80
         text = " ".join(answer.out.split())
         assert known in text
+        assert "files of variants are named by --variant-file" in text
         assert "unsupported: flex_bigbird: FlexAttention has no backward pass on a CPU FlexAttention bigbird/" in text
 
 
