@@ -150,7 +150,7 @@ PREFERENCES: tuple[Preference, ...] = (
         order=("varlen", "cudnn", "efficient", "math"),
         source="H200, torch 2.11, bfloat16, forward and backward, 16 heads of 64: with a mask of 16 384 keys torch's "
         "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times "
-        "(results/h200/peers-gpu). Packed keys are level with it where an eighth is padding",
+        "(benchmarks/NOTES.md). Packed keys are level with it where an eighth is padding",
     ),
     Preference(
         device="cuda",
