@@ -63,7 +63,7 @@ docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an 
 gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-decode gpu-accuracy: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
-	$(PYTHON) -m pytest tests -m gpu -q -n $(JOBS) --dist worksteal --benchmark-disable
+	$(PYTHON) -m pytest tests -m gpu -q -n 12 --dist worksteal --benchmark-disable
 
 gpu-visit:  ## all of them in one visit, the most valuable first: call again until nothing is left; OUT gets files to carry, FROM has them
 	$(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)

@@ -85,7 +85,7 @@ STAGES: tuple[Stage, ...] = (
             "gpu",
             "-q",
             "-n",
-            "8",
+            "12",
             "--dist",
             "worksteal",
             "--benchmark-disable",

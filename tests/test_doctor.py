@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -77,3 +79,16 @@ def test_the_limit_counts_from_the_start_of_the_process(built, monkeypatch, caps
     assert given[0] == math.inf
     assert given[1] <= doctor.LIMIT_S
     assert given[1] == pytest.approx(doctor.LIMIT_S - since_start, abs=60)
+
+
+def test_an_interrupted_call_leaves_torch_s_compiler_whole():
+    """Half of it imported, every later path that needs it would be said to fail."""
+    script = (
+        "from attn_zoo import doctor\n"
+        "for variant, backend, text in doctor.diagnose_backends('cpu', lambda: 0.6):\n"
+        "    assert 'AttributeError' not in text, (variant, backend, text)\n"
+        "import torch\n"
+        "torch.compile(lambda x: x + 1, backend='eager')(torch.ones(1))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
