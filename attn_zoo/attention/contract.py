@@ -224,11 +224,19 @@ class AbstractAttention(_Bound, ABC):
             ValueError: shapes or dtypes do not fit the context this module was built for.
             UnsupportedError: the variant refuses the mask, the lengths or the dtype.
         """
+        mask = key_padding_mask
         if torch.compiler.is_compiling():  # traced once; a set that grows would be a side effect of the graph
-            self._check(query, key, value, key_padding_mask)
-        elif (signature := _signature(query, key, value, key_padding_mask)) not in self._checked:
-            self._check(query, key, value, key_padding_mask)
-            self._remember(signature)
+            self._check(query, key, value, mask)
+        else:
+            signature = (  # of `_signature`, written out: every call pays for it
+                *(query.shape, query.dtype, query.device),
+                *(key.shape, key.dtype, key.device),
+                *(value.shape, value.dtype, value.device),
+                None if mask is None else (mask.shape, mask.dtype, mask.device),
+            )
+            if signature not in self._checked:
+                self._check(query, key, value, mask)
+                self._remember(signature)
         output: Tensor = super().__call__(query, key, value, key_padding_mask=key_padding_mask)
         if not isinstance(output, Tensor):
             self._refuse_output(output)

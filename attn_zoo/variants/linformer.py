@@ -286,8 +286,11 @@ class LinformerAttention(AbstractAttention):
         assert e is not None
         assert f is not None
         fitting = key.shape[2], self.config.short, key_padding_mask
-        key_rows, gain = fit_rows(e.to(key.dtype), *fitting)
-        value_rows = key_rows if f is e else fit_rows(f.to(key.dtype), *fitting)[0]
+        if e.dtype != key.dtype:
+            is_shared, e = f is e, e.to(key.dtype)
+            f = e if is_shared else f.to(key.dtype)
+        key_rows, gain = fit_rows(e, *fitting)
+        value_rows = key_rows if f is e else fit_rows(f, *fitting)[0]
         both = compress_pair((key, value), (key_rows, value_rows), key_padding_mask=key_padding_mask)
         if gain is not None:  # of the lengths: the same for E and F
             both = both[0] * gain.to(key.dtype), both[1] * gain.to(key.dtype)

@@ -152,11 +152,11 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
     """
     tokens = call.tokens[0]
     _check(tokens, call.matrices[0], call.mask)
-    is_empty = tokens.shape[0] == 0
-    name = "chunked" if is_empty else _choose(path, tokens)
-    if is_empty or (name == "chunked" and _is_small(call)):
-        note_path(f"compress.{name}")
+    is_few = path in ("auto", "chunked") and not tokens.is_cuda and _is_small(call)  # first: it is for short calls
+    if is_few or tokens.shape[0] == 0:
+        note_path("compress.chunked")
         return products.compress_small(call)
+    name = _choose(path, tokens)
     if name != "triton" and call.matrices[0].dim() == 3:  # our kernels take them as they are, which saves some views
         call = call._replace(matrices=tuple([matrix[None, :, : tokens.shape[2]] for matrix in call.matrices]))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):

@@ -56,8 +56,9 @@ def compress_small(call: CompressCall) -> tuple[Tensor, ...]:
     """
     length = call.tokens[0].shape[2]
     tokens = [_clean(x, call.mask, slice(0, length)) for x in call.tokens]
-    matrices = [x if x.shape[-2] == length else x[..., :length, :] for x in call.matrices]
-    return tuple([matrix.mT @ x for x, matrix in CompressCall(tuple(tokens), tuple(matrices), None).pairs])
+    matrices = [(x if x.shape[-2] == length else x[..., :length, :]).mT for x in call.matrices]
+    count = max(len(tokens), len(matrices))
+    return tuple([matrices[i % len(matrices)] @ tokens[i % len(tokens)] for i in range(count)])
 
 
 def gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:

@@ -9,6 +9,7 @@ The kernel is chosen once for each signature of a call, called so that torch can
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -71,8 +72,8 @@ def exact_attention(
     """
     if is_causal and query.shape[2] == 1:  # the last query sees everything
         is_causal = False
-    call = ExactCall(query, key, value, is_causal, key_padding_mask, slopes, dropout_p, score_bias)
     if torch.compiler.is_compiling():
+        call = ExactCall(query, key, value, is_causal, key_padding_mask, slopes, dropout_p, score_bias)
         return _attend_by(*select_while_compiling(backend, call), call)(call)
     signature: tuple[object, ...] = (
         backend,
@@ -89,6 +90,9 @@ def exact_attention(
     if query.is_cuda:
         signature += (query.stride(), key.stride(), value.stride(), *_cuda_switches())
     attend = _remembered.get(signature)
+    if type(attend) is _Unbiased:  # nothing but a kernel to call, and short calls wait for what is made beside
+        return attend.kernel(query, key, value, None, dropout_p, is_causal)
+    call = ExactCall(query, key, value, is_causal, key_padding_mask, slopes, dropout_p, score_bias)
     if attend is None:
         attend = _attend_by(*select(backend, call), call)
         if len(_remembered) >= MAX_SIGNATURES:
@@ -194,7 +198,7 @@ def _in_parts(name: str, call: ExactCall, parts: int) -> _Attend:
 def _with_kernel(kernel: _Kernel, call: ExactCall) -> _Attend:
     """Return what gives the kernel the bias that calls like this one need."""
     if not call.has_bias:
-        return partial(_unbiased, kernel)
+        return _Unbiased(kernel)
     if call.has_alibi_or_offset or (call.is_causal and kernel is not _cpu_flash):
         return partial(_with_row_bias, kernel)
     return partial(_padded, kernel)
@@ -325,8 +329,14 @@ def _harmless(attend: _Attend, call: ExactCall) -> Tensor:
     return attend(call._replace(key=blank, value=blank if value is key else value.masked_fill(hidden, 0.0)))
 
 
-def _unbiased(kernel: _Kernel, call: ExactCall) -> Tensor:
-    return kernel(call.query, call.key, call.value, None, call.dropout_p, call.is_causal)
+@dataclass(frozen=True, slots=True)
+class _Unbiased:
+    """A kernel whose own flags say all of a call."""
+
+    kernel: _Kernel
+
+    def __call__(self, call: ExactCall) -> Tensor:
+        return self.kernel(call.query, call.key, call.value, None, call.dropout_p, call.is_causal)
 
 
 def _bias_dtype(kernel: _Kernel, query: Tensor) -> torch.dtype:
