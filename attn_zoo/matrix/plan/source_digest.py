@@ -158,6 +158,6 @@ def source_digest(variant: Variant, rooms: tuple[str, ...], device: str) -> str:
 
     Computed once per process and registration: what is imported does not change under a running process either.
     """
-    return (
-        _digest(*_program(variant, rooms, device)) if variant.digest else ""
-    )  # a notebook names files that do not exist
+    if not variant.digest:  # a notebook names files that do not exist
+        return ""
+    return _digest(*_program(variant, rooms, device))
