@@ -20,27 +20,30 @@ SUFFIXES = (".py", *EXTENSION_SUFFIXES)
 
 
 @cache
-def _imported(text: bytes, is_at_once: bool) -> frozenset[tuple[int, str]]:
+def _imported(text: bytes) -> tuple[frozenset[tuple[int, str]], frozenset[tuple[int, str]]]:
+    """Return all imports of a file, and those that are made when it is imported itself."""
     try:
-        waiting: list[Any] = [ast.parse(text)]
+        waiting: list[tuple[Any, bool]] = [(ast.parse(text), True)]
     except (SyntaxError, ValueError):  # whoever imports it will say so
-        return frozenset()
-    names = set()
+        return frozenset(), frozenset()
+    every, at_once = set[tuple[int, str]](), set[tuple[int, str]]()
     while waiting:
-        node = waiting.pop()
+        node, is_at_once = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
-            waiting += node.orelse
+            waiting += [(each, is_at_once) for each in node.orelse]
             continue
+        names = set[tuple[int, str]]()
         if isinstance(node, ast.Import):
-            names |= {(0, alias.name) for alias in node.names}
+            names = {(0, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             stem = f"{node.module}." if node.module else ""
-            names |= {(node.level, f"{stem}{alias.name}") for alias in node.names}
-        if is_at_once and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+            names = {(node.level, f"{stem}{alias.name}") for alias in node.names}
+        every |= names
+        at_once |= names if is_at_once else set()
+        is_at_once = is_at_once and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):  # an import is a statement in one of these
-            waiting += getattr(node, block, ())
-    return frozenset(names)
+            waiting += [(each, is_at_once) for each in getattr(node, block, ())]
+    return frozenset(every), frozenset(at_once)
 
 
 def imported_names(path: Path, *, is_at_once: bool = False) -> frozenset[tuple[int, str]]:
@@ -48,7 +51,7 @@ def imported_names(path: Path, *, is_at_once: bool = False) -> frozenset[tuple[i
 
     Where `is_at_once`, only what is imported when the file itself is, and not inside functions.
     """
-    return _imported(path.read_bytes(), is_at_once) if path.suffix == ".py" else frozenset()
+    return _imported(path.read_bytes())[is_at_once] if path.suffix == ".py" else frozenset()
 
 
 def modules_at(folder: Path, parts: Sequence[str]) -> Iterator[Path]:

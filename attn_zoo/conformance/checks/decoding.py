@@ -6,14 +6,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from functools import partial, wraps
+from functools import partial
 from itertools import pairwise
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import state_bytes
@@ -34,24 +33,6 @@ SHORT_ENDS = (0, 3, 5, 7, 8, 11)
 
 LONG_LEN = 300
 """Steps of the one long run: buffers have grown many times, and windows of 64, 128 or 256 have moved."""
-
-
-WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Torch's kernels of exact attention that take any length at once. cuDNN's makes a plan for every new one, a tenth of a
-second for an H100, and these checks read at hundreds of lengths."""
-
-
-def _without_plans(run: Callable[[Subject], Finding]) -> Callable[[Subject], Finding]:
-    """Keep cuDNN's kernel from variants that leave the choice to us; the other checks call it."""
-
-    @wraps(run)
-    def check_it(subject: Subject) -> Finding:
-        if torch.device(subject.device).type != "cuda" or subject.options.get("backend", "auto") != "auto":
-            return run(subject)
-        with sdpa_kernel(WITHOUT_PLANS):
-            return run(subject)
-
-    return check_it
 
 
 def _pieces(length: int, seed: int) -> list[tuple[range, bool]]:
@@ -103,7 +84,6 @@ def _refused_decode(subject: Subject) -> Finding:
 
 
 @check("a sequence cut anywhere, read by prefill and steps, equals the causal forward; or it is refused")
-@_without_plans
 def _decode(subject: Subject) -> Finding:
     if subject.capabilities.decode == "none":
         return _refused_decode(subject)
@@ -221,7 +201,6 @@ Sequence = tuple[Module, Inputs, Callable[[], Any]]
 
 
 @check("a decode state is a value: used twice, or in turns with others, it gives the same; or use is refused")
-@_without_plans
 @torch.no_grad()
 def _decode_states(subject: Subject) -> Finding:
     """Compare steps with steps: that these are right is for `decode` to say."""
@@ -343,7 +322,6 @@ _WEIGHED = Tensor | Number | str | Enum | torch.dtype | torch.device | None
 
 
 @check("the decode state has the size that is claimed, keeps nothing else alive, and does not grow if recurrent")
-@_without_plans
 @torch.no_grad()
 def _decode_state_bytes(subject: Subject) -> Finding:
     kind, claim = subject.capabilities.decode, subject.variant.complexity.state_bytes

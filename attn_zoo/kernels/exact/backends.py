@@ -164,8 +164,8 @@ PREFERENCES: tuple[Preference, ...] = (
         capability=9,
         is_step=True,
         order=("flash", "efficient", "cudnn", "math"),
-        source="cuDNN makes a plan for every number of keys, and each token has one more: about 90 ms for a token on "
-        "an H100, torch 2.11 (benchmarks/NOTES.md)",
+        source="cuDNN makes a plan for every number of keys, and each token has one more: some 30 ms for a token on an "
+        "H100, torch 2.11 (benchmarks/NOTES.md)",
     ),
     Preference(
         device="cuda",

@@ -43,6 +43,21 @@ def _own_package(source: Path, is_plain: bool) -> tuple[str, Path]:
     return top.name, top.parent
 
 
+@cache
+def _modules_for_gpus(root: Path) -> frozenset[Path]:
+    """Return the modules of this package that cannot be imported without Triton."""
+    paths = [path for room in CALL_ROOMS for path in (root / room).rglob("*.py")]
+    imported = {path: {name for level, name in imported_names(path, is_at_once=True) if level == 0} for path in paths}
+    found = {path for path, names in imported.items() if any(name.partition(".")[0] == "triton" for name in names)}
+    own = {
+        path: {file for name in names for file in modules_at(root.parent, name.split("."))}
+        for path, names in imported.items()
+    }
+    while more := {path for path in own.keys() - found if own[path] & found}:
+        found |= more
+    return frozenset(found)
+
+
 def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: bool = False) -> dict[str, Path]:
     """Return the files that decide a result on a device, by names that are the same on every machine.
 
@@ -61,20 +76,7 @@ def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: b
         elif own_name == parts[0]:
             yield from modules_at(own_folder, parts)
 
-    loads: dict[Path, bool] = {}
-
-    def loads_triton(path: Path) -> bool:
-        if path not in loads:
-            loads[path] = False  # in a circle of imports, until the others are known
-            names = imported_names(path, is_at_once=True)
-            loads[path] = any(level == 0 and name.partition(".")[0] == "triton" for level, name in names) or any(
-                loads_triton(file) for level, name in names for file in resolve(path, level, name)
-            )
-        return loads[path]
-
-    def is_run(path: Path) -> bool:
-        return device != "cpu" or not path.is_relative_to(root) or not loads_triton(path)
-
+    left_out = _modules_for_gpus(root) if device == "cpu" else frozenset()
     # A plug-in need not import what builds and calls it.
     own = own_files(source) if is_plain else {source.name: source}
     files = {*own.values(), *(root / room / "__init__.py" for room in (rooms[0], "attention"))}
@@ -82,7 +84,7 @@ def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: b
     while waiting:
         path = waiting.pop()
         for level, name in imported_names(path):
-            new = {file for file in resolve(path, level, name) if file not in files and is_run(file)}
+            new = set(resolve(path, level, name)) - files - left_out
             files |= new
             waiting += new
     return {

@@ -231,16 +231,17 @@ def _growth_words(grown: Growth, shown: Container[str]) -> str:
 def _wins(panel: Panel, curve: Curve) -> list[str]:
     """Return from where a curve is the cheaper one, of the GPU alone and as calls, in words that fit their lines."""
     alone = _crossing_words(panel, panel.crossing(curve.label, is_device=True))
-    calls = _crossing_words(panel, panel.crossing(curve.label))
-    return [f"{alone} (GPU)", calls.replace("cheaper", "calls", 1)] if alone else [calls]
+    calls = _crossing_words(panel, panel.crossing(curve.label), what="calls" if alone else "")
+    return [f"{alone} (GPU)", calls] if alone else [calls]
 
 
-def _crossing_words(panel: Panel, crossing: Crossing | None) -> str:
+def _crossing_words(panel: Panel, crossing: Crossing | None, what: str = "") -> str:
     result = crossing.result if crossing else None
     if crossing is None or result is None or len(result.lengths) == 1:
         return ""  # at one length nothing crosses
     than = "" if panel.is_baseline(crossing.against) else f" than {plain(crossing.against)}"
-    return f"cheaper{than}: {crossing_text(crossing, panel.shown_doubts, waits='host')}"
+    first = f"{what} cheaper{than}".lstrip() if than or not what else what
+    return f"{first}: {crossing_text(crossing, panel.shown_doubts, waits='host')}"
 
 
 def _doubtful(panel: Panel, curves: Sequence[Curve]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.conformance import run_checks
-from attn_zoo.conformance.checks import decoding
 from tests.conformance.broken import Broken, registered
 from tests.conformance.broken_claims import MIXER, MIXER_COST, ProjectedSoftmax, SoundDecode
 from tests.conformance.broken_decoding import GROUPED, Decodes
@@ -82,23 +80,3 @@ def test_a_step_is_not_asked_for_where_no_state_is_given():
     with registered(Broken(cls=NeedNotGuardItsSteps, check="", capabilities={"causal": True})) as name:
         (result,) = run_checks(name, checks=["decode"])
     assert result.outcome == "refused"
-
-
-@pytest.mark.parametrize(
-    ("device", "options", "is_allowed"),
-    [
-        ("cuda", {}, False),
-        ("cuda:0", {"backend": "auto"}, False),
-        ("cuda", {"backend": "cudnn"}, True),
-        ("cpu", {}, True),
-    ],
-)
-def test_a_kernel_that_plans_for_every_length_is_kept_from_whoever_does_not_name_it(device, options, is_allowed):
-    seen: list[bool] = []
-
-    def run(_: Any) -> Any:
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-
-    decoding._without_plans(run)(SimpleNamespace(device=device, options=options))  # type: ignore[arg-type]
-    assert seen == [is_allowed]
-    assert torch.backends.cuda.cudnn_sdp_enabled()

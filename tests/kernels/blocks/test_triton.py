@@ -91,7 +91,8 @@ def check_against_dense(
     assert paths == ["block_sparse.triton"]
     plain = value_and_gradients(dense, inputs)
     exact = value_and_gradients(dense, [x.double() for x in inputs])
-    # Scores in base 2 are 1.44 times as large, and so are their roundings; a slope makes them hundreds.
+    # In base 2 a slope is rounded once more before it meets a distance, which makes it three roundings of what may be
+    # hundreds, where the equation as written has two.
     times = 2.0 if slopes is None else 3.0
     for what, actual, rough, wanted in zip(("output", "query", "key", "value"), found, plain, exact, strict=True):
         assert actual.dtype == inputs[0].dtype
