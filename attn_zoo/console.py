@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 def printable(text: str) -> str:
     """Return text that cannot steer the terminal: names, reasons and data come from others."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
+if os.environ.get("COLUMNS") == "0":  # of a terminal that does not know its width; nothing would be shown in none
+    del os.environ["COLUMNS"]
 
 
 class _Console(Console):

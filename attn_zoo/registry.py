@@ -591,13 +591,18 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         checked = _checked(model, given)
     except ValidationError as error:
         problems = []
+        refused: dict[tuple[str, str], dict[str, str]] = {}  # each type of a union says what it misses in one value
         for detail in error.errors(include_url=False):
             path = ".".join(str(part) for part in detail["loc"])
             if detail["type"] == "extra_forbidden":
                 options_text = f"options are {', '.join(known)}" if known else "it has no options"
                 problems.append(("", f"unknown option {path!r}{suggestion(path, known)}  ({options_text})"))
             else:
-                problems.append((path, f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {detail['input']!r}"))
+                place = str(detail["loc"][0]), repr(detail["input"])
+                refused.setdefault(place, {})[path] = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}"
+        for (option, value), texts in refused.items():
+            path = option if len(texts) > 1 else next(iter(texts))
+            problems.append((path, f"{', or '.join(dict.fromkeys(texts.values()))}; got {value}"))
         raise ConfigError(source, problems) from None
     try:
         return config(**{name: getattr(checked, _OWN + name) for name in given})

@@ -451,6 +451,12 @@ def test_a_terminal_that_knows_latin_1_only_is_served():
     assert done.stdout.decode("latin-1")
 
 
+def test_a_terminal_that_does_not_know_its_width_is_served():
+    line = [sys.executable, "-m", "attn_zoo", "list", "matrices"]
+    done = subprocess.run(line, env={**os.environ, "COLUMNS": "0"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, "scaling-cpu" in done.stdout) == (0, True)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     "command", [["compare", MEASURED, MEASURED], ["list", "tasks", "--json"]], ids=["table", "json"]

@@ -208,11 +208,20 @@ class HalfCharacter(Plain):
 class Scribbler(Plain):
     """Writes to every pipe that the process has, one of which is for the answers."""
 
+    answer = b'{"event": "done", "records": [], "verdicts": {}}\n\xff\n'
+
     def misbehave(self) -> None:
         for descriptor in range(3, 64):
             with suppress(OSError):
                 if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-                    os.write(descriptor, b'{"event": "done", "records": [], "verdicts": {}}\n\xff\n')
+                    os.write(descriptor, self.answer)
+
+
+@register("fake_forger")
+class Forger(Scribbler):
+    """Answers with what looks like a record."""
+
+    answer = b'{"event": "done", "records": [{"cell": 1}], "verdicts": {}}\n'
 
 
 @register("fake_lost")

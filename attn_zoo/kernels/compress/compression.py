@@ -10,7 +10,7 @@ Nothing but the inputs is kept for the backward pass, where there is much of the
 
 Three paths compute that one. `"triton"`: our own kernels (`triton_kernels`), which read tokens where they lie; taken on
 a GPU for 16-bit numbers at any size, where triton is installed. `"split_k"`: one batch of torch's products over chunks
-of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU, and one product where there is little to cut.
+of positions, on a GPU otherwise. `"chunked"`: chunk by chunk on a CPU; of a pair with little to cut one product each.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ def compress_pair(
         UnsupportedError: the named path cannot serve this call.
     """
     (one, other), (e, f) = tokens, matrices
+    if path == "auto" and _is_small(one, e) and one.shape == other.shape and e.shape == f.shape:  # first: it is short
+        note_path("compress.chunked")
+        _check(one, e, key_padding_mask)
+        first = products.multiply(one, e, key_padding_mask)
+        if one is other and e is f:
+            return first, first
+        _check(other, f, key_padding_mask)
+        return first, products.multiply(other, f, key_padding_mask)
     if not (_are_alike(one, other) and _are_alike(e, f)):
         first, second = (
             compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(tokens, matrices, strict=True)
@@ -152,10 +160,8 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
     """
     tokens = call.tokens[0]
     _check(tokens, call.matrices[0], call.mask)
-    is_few = path in ("auto", "chunked") and not tokens.is_cuda and _is_small(call)  # first: it is for short calls
-    if is_few or tokens.shape[0] == 0:
-        note_path("compress.chunked")
-        return products.compress_small(call)
+    if tokens.shape[0] == 0:
+        return tuple([products.multiply(*pair, call.mask) for pair in call.pairs])
     name = _choose(path, tokens)
     if name != "triton" and call.matrices[0].dim() == 3:  # our kernels take them as they are, which saves some views
         call = call._replace(matrices=tuple([matrix[None, :, : tokens.shape[2]] for matrix in call.matrices]))
@@ -189,13 +195,13 @@ def _check(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> None:
         )
 
 
-def _is_small(call: CompressCall) -> bool:
+def _is_small(tokens: Tensor, matrix: Tensor) -> bool:
     """Tell whether so little is multiplied that calling takes longer, by operators that sum wide by themselves."""
-    tokens = call.tokens[0]
-    if torch.compiler.is_compiling() or tokens.dtype not in (torch.float32, torch.float64):
+    if torch.compiler.is_compiling() or not tokens.is_cpu:
         return False
-    num_partial = tokens.shape[0] * tokens.shape[1] * tokens.shape[2] * call.matrices[0].shape[-1]
-    return num_partial <= products.SMALL and not torch.is_autocast_enabled("cpu")
+    batch_size, groups, length, _ = tokens.shape
+    is_few = batch_size * groups * length * matrix.shape[-1] <= products.SMALL
+    return is_few and tokens.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
 
 
 def _choose(path: Path, tokens: Tensor) -> str:

@@ -28,7 +28,7 @@ class CompressCall(NamedTuple):
     Args:
         tokens: each `[B, G, S, D]`, alike in shape, strides and dtype.
         matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension. Triton's kernels
-            and `compress_small` also take `[G or 1, N, k]`, shared by all sequences, of which the first S rows serve.
+            and `multiply` also take `[G or 1, N, k]`, shared by all sequences, of which the first S rows serve.
         mask: bool `[B, S]`, True = left out, or None.
     """
 
@@ -49,16 +49,19 @@ def compress(call: CompressCall) -> list[Tensor]:
         return [_sum(tokens, matrix, call.mask) for tokens, matrix in call.pairs]
 
 
-def compress_small(call: CompressCall) -> tuple[Tensor, ...]:
-    """Return what `compress` does by one product for each pair, whose gradients are torch's own: a third of the calls.
+def multiply(tokens: Tensor, matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """Return matrix^T tokens by one product, whose gradients are torch's own: a third of the calls.
 
     The gradient of a shared matrix is first made for every sequence and head, so this is for few numbers.
     """
-    length = call.tokens[0].shape[2]
-    tokens = [_clean(x, call.mask, slice(0, length)) for x in call.tokens]
-    matrices = [(x if x.shape[-2] == length else x[..., :length, :]).mT for x in call.matrices]
-    count = max(len(tokens), len(matrices))
-    return tuple([matrices[i % len(matrices)] @ tokens[i % len(tokens)] for i in range(count)])
+    batch_size, groups, length, head_dim = tokens.shape
+    tokens = _clean(tokens, mask, slice(0, length))
+    if matrix.shape[-2] != length:
+        matrix = matrix[..., :length, :]
+    if matrix.dim() == 3 and matrix.shape[0] == 1:  # as `matmul` has it too, of which autograd has more to undo
+        alike = matrix.mT.expand(batch_size * groups, -1, -1)
+        return torch.bmm(alike, tokens.flatten(0, 1)).view(batch_size, groups, matrix.shape[-1], head_dim)
+    return matrix.mT @ tokens
 
 
 def gradients(call: CompressCall, grads: Sequence[Tensor], *, of_tokens: bool, of_matrices: bool) -> list[Tensor]:

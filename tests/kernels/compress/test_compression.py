@@ -134,7 +134,7 @@ def test_autocast_does_not_narrow_the_sum():
 def test_only_what_is_little_is_one_product_with_torchs_own_gradients(length: int, is_cut: bool):
     tokens, matrix = inputs((1, 1), length)
     with recording() as paths:
-        node = compress(tokens, matrix).grad_fn
+        node = compress_pair((tokens, tokens), (matrix, matrix))[0].grad_fn
     assert paths == ["compress.chunked"]
     assert ("_Compress" in type(node).__name__) == is_cut
 
@@ -221,6 +221,27 @@ def test_a_pair_of_different_layouts_is_two_compressions():
     strided = tokens.detach().transpose(1, 2).contiguous().transpose(1, 2)
     first, second = compress_pair((tokens, strided), (matrix, matrix))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_little_pair_takes_the_first_rows_of_longer_matrices(groups: int):
+    tokens, _ = inputs((1, groups))
+    longer = torch.randn(groups, 50, 5, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(2, *tokens.shape[:2], 5, tokens.shape[3], dtype=torch.float64)
+    rows = longer[None, :, : tokens.shape[2]]
+    ours = torch.stack(compress_pair((tokens, 2 * tokens), (longer, longer)))
+    plainly = torch.stack([plain(tokens, rows, None), plain(2 * tokens, rows, None)])
+    results = [(out, *torch.autograd.grad(out, (tokens, longer), upstream)) for out in (ours, plainly)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_pair_that_does_not_fit_is_refused(place: int):
+    tokens, matrix = inputs((1, 1))
+    others = [tokens, tokens]
+    others[place] = tokens.float()
+    with pytest.raises(ValueError, match="expected dtype and device of tokens"):
+        compress_pair((others[0], others[1]), (matrix, matrix))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ class WorkerProcess:
 
     def _records(self, answer: dict[str, Any], order: WorkOrder) -> list[Record] | Ended:
         """Return the records of an answer; one that makes no sense was written by a variant, not by the worker."""
+        fault = "something wrote on the pipe of its answers"
         try:
             records = [Record.from_dict(item, "worker") for item in answer["records"]]
             found, asked = [record.cell.key for record in records], {cell.key for cell in order.cells}
@@ -172,10 +173,12 @@ class WorkerProcess:
             if found and len(found) == len(set(found)) and asked.issuperset(found) and is_whole:
                 self.verdicts, self.is_fit = dict(answer["verdicts"]), answer["is_fit"] is True
                 return records
-        except (StoreError, LookupError, TypeError, ValueError):
+        except StoreError as error:
+            fault = f"it gave an answer that is no record ({error})"
+        except (LookupError, TypeError, ValueError):
             pass
         at = self._at(order)
-        return Ended("exit", self.kill(), at=at, fault="something wrote on the pipe of its answers")
+        return Ended("exit", self.kill(), at=at, fault=fault)
 
     def _was_memory(self) -> bool:
         """Tell whether a SIGKILL was the kernel's: it counted one, or the process had taken half of what was free."""
