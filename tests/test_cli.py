@@ -440,7 +440,7 @@ def test_nothing_in_a_results_folder_steers_the_terminal(call, tmp_path):
     assert "\x1b" not in page
 
 
-MEASURED = str(RESULTS / "epyc-zen4-2cores" / "peers-cpu")
+MEASURED = str(RESULTS / "xeon-avx512-2cores" / "peers-cpu")
 
 
 def test_a_terminal_that_knows_latin_1_only_is_served():

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import attention
 
 from attn_zoo.errors import GateError
 
@@ -57,6 +58,19 @@ def _read_autocast(device: str) -> tuple[bool, torch.dtype]:
 def _write_autocast(device: str, value: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled(device, value[0])
     torch.set_autocast_dtype(device, value[1])
+
+
+def _read_flash() -> str | None:
+    """Return what stands in for torch's flash attention in its dispatcher, or None; older ones know no other."""
+    found: str | None = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return found
+
+
+def _write_flash(value: str | None) -> None:
+    if value is None:
+        attention.restore_flash_attention_impl(_raise_warn=False)
+    else:
+        attention.activate_flash_attention_impl(value)
 
 
 def _read_numpy() -> tuple[Any, ...]:
@@ -125,6 +139,7 @@ _SETTINGS = (
         )
         for name in ("flash", "mem_efficient", "math", "cudnn")
     ),
+    _Setting("torch's flash attention", _read_flash, _write_flash),
     _Setting("garbage collection", gc.isenabled, lambda is_on: (gc.enable if is_on else gc.disable)()),
     _Setting("Python's random generator", random.getstate, random.setstate, is_shown=False),
     _Setting("NumPy's random generator", _read_numpy, _write_numpy, is_shown=False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,3 +92,15 @@ def test_everything_that_is_watched_is_put_back() -> None:
             "torch's random generator",
         }
     assert changes(before) == {}
+
+
+def test_another_kernel_in_the_place_of_torchs_flash_attention_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records name kernels as torch does: that of another in its place would say what did not run."""
+    attention: Any = pytest.importorskip("torch.nn.attention._registry", reason="this torch knows no other")
+    handle = SimpleNamespace(remove=lambda: None)
+    monkeypatch.setitem(attention._FLASH_ATTENTION_IMPLS, "another", lambda: handle)
+    before = read_state()
+    with restored():
+        attention.activate_flash_attention_impl("another")
+        assert changes(before) == {"torch's flash attention": "None to another"}
+    assert attention.current_flash_attention_impl() is None
