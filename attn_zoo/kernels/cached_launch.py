@@ -3,13 +3,16 @@
 Triton binds some forty arguments, specialises each and looks for the compiled kernel whenever it is launched: 20 to
 60 us of the host, longer than the GPU needs for a short sequence. All of it follows from types, sizes, strides and from
 whether addresses are multiples of 16. So who launches makes a key of these (`kind_of`), and keeps what it found.
+Of a launch from the cache only addresses change, so the rest of its arguments lies ready for CUDA's driver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import ctypes
+import struct
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +26,7 @@ MAX_KINDS = 1024  # of calls that are remembered; a loop over ever new lengths m
 class CachedLaunch:
     """A kernel with its grid and everything it takes but tensors. The first call compiles it, later ones only launch.
 
-    They call what Triton itself calls when it has bound the arguments, without the hooks that it calls around a launch,
+    They do what Triton itself does when it has bound the arguments, without the hooks that it calls around a launch,
     which take longer. Where somebody is called before launches, a profiler or a counter of FLOPs, Triton itself does.
 
     Args:
@@ -34,12 +37,8 @@ class CachedLaunch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], rest: dict[str, Any]) -> None:
         self._kernel, self._grid, self._rest = kernel, grid, rest
-        names = kernel.arg_names
-        fixed = [name for name in names if name in rest]
-        self._tensor_names = [name for name in names if name not in rest]
-        self._fixed = tuple([rest[name] for name in fixed])
-        self._in_order = itemgetter(*[[*self._tensor_names, *fixed].index(name) for name in names])
-        self._run: Callable[..., Any] | None = None
+        self._tensor_names = [name for name in kernel.arg_names if name not in rest]
+        self._straight: Callable[[int, tuple[int, ...]], int] | None = None
         self._watchers: Sequence[Any] = ()  # of launches, while there are any
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -48,27 +47,127 @@ class CachedLaunch:
         Args:
             tensors: in the kernel's order, of the kind that the first call was given.
         """
-        if self._run is not None and not self._watchers:
+        if self._straight is not None and not self._watchers:
             first = tensors[0]
             assert first is not None
-            self._run(first.get_device(), *self._in_order(tensors + self._fixed))
-            return
+            if self._straight(first.get_device(), addresses_of(*tensors)) == 0:
+                return  # else Triton itself says what is wrong, if it meets that too
         compiled = self._kernel[self._grid](**dict(zip(self._tensor_names, tensors, strict=True)), **self._rest)
         if compiled is not None:  # the interpreter compiles nothing
-            self._run, self._watchers = _straight_to(compiled, self._grid), _watchers()
+            arguments = {name: self._rest.get(name, _ADDRESS) for name in self._kernel.arg_names}
+            for make in (_by_driver, _by_triton):
+                self._straight = make(compiled, (*self._grid, 1, 1)[:3], arguments, len(tensors))
+                if self._straight is not None:
+                    break
+            self._watchers = _watchers()
 
 
-def _straight_to(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Return what launches a compiled kernel on the current stream of a device: its number, then all arguments."""
+_ADDRESS = object()  # stands for that of a tensor among arguments
+_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
+_FORMATS |= {"u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d", "f64": "d"}
+_NUM_SCRATCH = 4  # versions of Triton end with one or two addresses of scratch memory; what a kernel lacks is not read
+
+
+def _by_driver(
+    compiled: Any, blocks: tuple[int, ...], arguments: dict[str, Any], num_tensors: int
+) -> Callable[[int, tuple[int, ...]], int] | None:
+    """Return what has CUDA's driver launch a compiled kernel, which takes a device and the addresses of its tensors.
+
+    Triton's launcher asks the driver about each address and reads each number anew: 8 to 17 us on an H100's host for
+    our kernels, for 5. Returns None for kernels that want more of a launch than a grid, and where this is not CUDA.
+
+    Args:
+        compiled: what Triton compiled.
+        blocks: of the grid, three numbers.
+        arguments: of the kernel, in order; `_ADDRESS` for tensors.
+        num_tensors: among them.
+    """
     from triton.runtime import driver
 
-    run, stream_of, blocks = compiled.run, driver.active.get_current_stream, (*grid, 1, 1)[:3]
+    metadata, launch = getattr(compiled, "metadata", None), _driver()
+    needs = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "tensordesc_meta")
+    if launch is None or metadata is None or any(getattr(metadata, name, 0) for name in needs):
+        return None
+    num_warps, num_clustered, shared_bytes = compiled.packed_metadata
+    if num_clustered != 1:
+        return None
+
+    # One place of 8 bytes for each tensor, in the caller's order, then for the numbers, then one of zero. The driver is
+    # given where each argument of the kernel lies.
+    numbers: list[bytes] = []
+    places: list[int] = []
+    tensors = iter(range(num_tensors))
+    for name, value in arguments.items():
+        place = next(tensors) if value is _ADDRESS else 0
+        for kind, number in _flat(compiled.src.signature[name], value):
+            if kind == "constexpr":  # compiled in: None, 1, and what is declared so
+                continue
+            if kind.startswith("*"):
+                places.append(place)
+            elif kind in _FORMATS:
+                places.append(num_tensors + len(numbers))
+                numbers.append(struct.pack(_FORMATS[kind], number).ljust(8, b"\0"))
+            else:
+                return None
+    data = ctypes.create_string_buffer(bytes(8 * num_tensors) + b"".join(numbers) + bytes(8))
+    places += [num_tensors + len(numbers)] * _NUM_SCRATCH
+    pointers = (ctypes.c_void_p * len(places))(*[ctypes.addressof(data) + 8 * place for place in places])
+    shape = *blocks, 32 * num_warps, 1, 1, shared_bytes
+    function, stream_of = compiled.function, driver.active.get_current_stream
+    fill = struct.Struct(f"{num_tensors}Q").pack_into
+
+    # `compiled` is kept, as its end would unload the function.
+    def straight(device: int, addresses: tuple[int, ...], _keeps: Any = compiled) -> int:
+        fill(data, 0, *addresses)
+        return launch(function, *shape, stream_of(device), pointers, None)
+
+    return straight
+
+
+def _flat(kinds: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """Return the parts of an argument, which may be a tuple of arguments, each with its type in Triton's words."""
+    if isinstance(kinds, tuple):
+        for kind, part in zip(kinds, value, strict=True):
+            yield from _flat(kind, part)
+    else:
+        yield kinds, value
+
+
+@cache
+def _driver() -> Callable[..., int] | None:
+    """Return the function of CUDA's driver that launches a kernel, or None where there is no such driver.
+
+    It holds Python's lock, so that no other thread writes addresses before the driver has read them.
+    """
+    try:
+        launch: Any = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
+    except (OSError, AttributeError):
+        return None
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    launch.restype = ctypes.c_int
+    found: Callable[..., int] = launch
+    return found
+
+
+def _by_triton(
+    compiled: Any,
+    blocks: tuple[int, ...],
+    arguments: dict[str, Any],
+    num_tensors: int,  # noqa: ARG001
+) -> Callable[[int, tuple[int, ...]], int]:
+    """Return what has Triton's own launcher launch it; otherwise as `_by_driver`."""
+    from triton.runtime import driver
+
+    run, stream_of = compiled.run, driver.active.get_current_stream
     what = compiled.function, compiled.packed_metadata, None, None, None  # data for hooks, those before and after
 
-    def launch(device: int, *arguments: Any, _keeps: Any = compiled) -> None:  # whose end would unload the function
-        run(*blocks, stream_of(device), *what, *arguments)
+    def straight(device: int, addresses: tuple[int, ...], _keeps: Any = compiled) -> int:
+        tensors = iter(addresses)
+        given = [next(tensors) if value is _ADDRESS else value for value in arguments.values()]
+        run(*blocks, stream_of(device), *what, *given)
+        return 0
 
-    return launch
+    return straight
 
 
 def _watchers() -> Sequence[Any]:
@@ -77,6 +176,11 @@ def _watchers() -> Sequence[Any]:
 
     calls: Sequence[Any] = getattr(knobs.runtime.launch_enter_hook, "calls", ())
     return calls
+
+
+def addresses_of(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Return where tensors begin, 0 for None."""
+    return tuple([0 if x is None else x.data_ptr() for x in tensors])
 
 
 def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:

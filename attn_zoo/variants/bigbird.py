@@ -8,7 +8,9 @@ Cost: time O(B H L (g + w + r) C D), memory beyond inputs and outputs O(B H L): 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,6 +22,7 @@ from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.blocks.layout import BlockLayout
+from attn_zoo.kernels.cached_launch import remembered
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
@@ -199,12 +202,18 @@ class BigBirdAttention(AbstractAttention):
 
     def __init__(self, config: BigBirdConfig, build: BuildContext) -> None:
         super().__init__(config, build)
+        self._layouts: dict[Hashable, BlockLayout] = {}  # by length: to make one takes the host as long as a launch
         if config.mode == "etc":
             shape = (build.num_kv_heads, config.num_extra_tokens, build.head_dim)
             self.extra_key = nn.Parameter(torch.randn(shape) * 0.02)  # as the authors start all embeddings
             self.extra_value = nn.Parameter(torch.randn(shape) * 0.02)
 
     def _layout(self, query_len: int) -> BlockLayout:
+        if torch.compiler.is_compiling():  # a dictionary that grows would be a side effect of the graph
+            return self._new_layout(query_len)
+        return remembered(self._layouts, query_len, partial(self._new_layout, query_len))
+
+    def _new_layout(self, query_len: int) -> BlockLayout:
         build = self.build
         return self.config.layout(
             query_len,
@@ -224,8 +233,8 @@ class BigBirdAttention(AbstractAttention):
             key, value = (torch.cat(pair, dim=2) for pair in zip(extra, (key, value), strict=True))
             if mask is not None:
                 mask = torch.cat([mask.new_zeros(mask.shape[0], self.config.num_extra_tokens), mask], dim=1)
-        key, value = (expand_kv_heads(x, self.build.num_heads) for x in (key, value))
-        return key, value, mask
+        num_heads = self.build.num_heads
+        return expand_kv_heads(key, num_heads), expand_kv_heads(value, num_heads), mask
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         build = self.build

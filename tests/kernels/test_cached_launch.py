@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from attn_zoo.kernels.cached_launch import CachedLaunch, kind_of, remembered
 class Kernel:
     """Stands for a kernel under `triton.jit`: notes how it is launched, first by itself, then as what it compiled."""
 
-    arg_names = ("query", "query_strides", "length", "output", "size")
+    arg_names: tuple[str, ...] = ("query", "query_strides", "length", "output", "size")
 
     def __init__(self, *, is_compiled: bool) -> None:
         self.is_compiled, self.launched = is_compiled, list[Any]()
@@ -57,7 +59,96 @@ def test_the_second_launch_goes_straight_to_what_was_compiled(monkeypatch):
     rest = {"query_strides": (1, 2), "length": 7, "size": 64, "num_warps": 4}
     assert kernel.launched[0] == ((4, 2), {"query": first, "output": out, **rest})
     of_cpu = second.get_device()
-    assert kernel.launched[1] == (4, 2, 1, of_cpu + 7, (second, (1, 2), 7, None, 64))
+    assert kernel.launched[1] == (4, 2, 1, of_cpu + 7, (second.data_ptr(), (1, 2), 7, 0, 64))
+
+
+class OfCuda:
+    """What Triton compiled for CUDA: two numbers of a tuple and a tensor are constants."""
+
+    src = SimpleNamespace(
+        signature={
+            "query": "*bf16",
+            "query_strides": ("i64", "constexpr", "i32"),
+            "length": "i32",
+            "mask": "constexpr",
+            "scale": "fp32",
+            "output": "*fp32",
+            "is_causal": "i1",
+            "size": "constexpr",
+        }
+    )
+    metadata = SimpleNamespace(
+        num_warps=8, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0
+    )
+    packed_metadata, function = (8, 1, 49152), 77
+
+    def run(self, *_: Any) -> None:
+        raise AssertionError("it goes to the driver")
+
+
+class ForCuda(Kernel):
+    """A kernel of which that is compiled; it notes its launches by Triton."""
+
+    arg_names = tuple(OfCuda.src.signature)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(**named: Any) -> Any:
+            self.launched.append((grid, named))
+            return OfCuda()
+
+        return launch
+
+
+REST = {"query_strides": (2**40, 1, -3), "length": 7, "scale": 0.125, "is_causal": True, "size": 64, "num_warps": 8}
+
+
+def test_cuda_is_given_the_numbers_of_the_first_launch_and_the_addresses_of_this_one(monkeypatch):
+    """As `cuLaunchKernel` reads them: where each argument lies, which are as wide as the kernel's types."""
+    monkeypatch.setattr(pytest.importorskip("triton.runtime").driver, "_active", Driver())
+    seen: list[Any] = []
+
+    def driver(function: int, *given: Any) -> int:
+        *shape, stream, places, extra = given
+        kinds: list[Any] = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.c_float]
+        kinds += [ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p]  # the last two: scratch memory
+        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=False)]
+        seen.append((function, shape, stream, extra, values))
+        return 0
+
+    monkeypatch.setattr(cached_launch, "_driver", lambda: driver)
+    kernel = ForCuda(is_compiled=True)
+    launch = CachedLaunch(kernel, (4, 2), REST)
+    launch(torch.zeros(1), None, torch.zeros(1))
+    kept = [[torch.zeros(1), torch.zeros(1)] for _ in range(2)]
+    for query, output in kept:
+        launch(query, None, output)
+    assert len(kernel.launched) == 1
+    for (query, output), (function, shape, stream, extra, values) in zip(kept, seen, strict=True):
+        assert (function, shape, stream, extra) == (77, [4, 2, 1, 256, 1, 1, 49152], query.get_device() + 7, None)
+        assert values == [query.data_ptr(), 2**40, -3, 7, 0.125, output.data_ptr(), True, None, None]
+
+
+@pytest.mark.parametrize(
+    "change", [{"launch_pdl": True}, {"global_scratch_size": 128}, {"launch_cooperative_grid": True}]
+)
+def test_what_wants_more_of_a_launch_than_a_grid_goes_through_triton(monkeypatch, change: dict[str, Any]):
+    monkeypatch.setattr(pytest.importorskip("triton.runtime").driver, "_active", Driver())
+    monkeypatch.setattr(cached_launch, "_driver", lambda: pytest.fail)
+    compiled = OfCuda()
+    compiled.metadata = SimpleNamespace(**(vars(OfCuda.metadata) | change))
+    assert cached_launch._by_driver(compiled, (1, 1, 1), dict.fromkeys(ForCuda.arg_names), 0) is None
+    compiled.metadata, compiled.packed_metadata = OfCuda.metadata, (8, 2, 0)  # a cluster of two
+    assert cached_launch._by_driver(compiled, (1, 1, 1), dict.fromkeys(ForCuda.arg_names), 0) is None
+
+
+def test_a_launch_that_the_driver_refuses_is_made_by_triton_which_says_why(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("triton.runtime").driver, "_active", Driver())
+    monkeypatch.setattr(cached_launch, "_driver", lambda: lambda *_: 201)  # CUDA_ERROR_INVALID_CONTEXT
+    kernel = ForCuda(is_compiled=True)
+    launch = CachedLaunch(kernel, (4,), REST)
+    for _ in range(2):
+        launch(torch.zeros(1), None, torch.zeros(1))
+    assert len(kernel.launched) == 2
 
 
 def test_a_launch_that_was_made_before_is_seen_by_who_watches(monkeypatch):
@@ -125,3 +216,26 @@ def test_tensors_that_begin_anywhere_are_served_after_aligned_ones_on_the_gpu(na
                  for x, y in zip(stores, plain, strict=True)]  # fmt: skip
         torch.testing.assert_close(attention(*moved), wanted)
         assert torch.equal(attention(*plain), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bigbird", "linformer", "local_window"])
+def test_calls_whose_like_was_made_before_go_to_the_driver_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Forward and backward, which another thread launches; with results that are the same bit for bit."""
+    build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=1024)
+    attention = build_attention(name, build).to("cuda", torch.bfloat16)
+    inputs = [torch.randn(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    learned = [*inputs, *attention.parameters()]
+    grad = torch.randn_like(inputs[0])
+
+    def call() -> list[torch.Tensor]:
+        output = attention(*inputs)
+        return [output, *torch.autograd.grad(output, learned, grad)]
+
+    first, _ = call(), call()
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", lambda *_, **__: pytest.fail("Triton launches it"))
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher.__call__", lambda *_: pytest.fail("so it does"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        third = call()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(first, third, strict=True))

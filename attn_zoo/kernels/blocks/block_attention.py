@@ -25,7 +25,7 @@ from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_d
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
-from attn_zoo.kernels.cached_launch import kind_of, remembered
+from attn_zoo.kernels.cached_launch import addresses_of, kind_of, remembered
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.once_differentiable import once_differentiable
 
@@ -57,14 +57,18 @@ def _backward(
     grad_lse: Tensor | None,
     output: Tensor | None,
     lse: Tensor | None,
+    *,
+    is_moved: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query, key and value; inputs and results may lie elsewhere than in the forward pass."""
     if grad_output is None or grad_output.numel() == 0:  # an empty one counts as contiguous, so it would stay expanded
         grad_output = torch.zeros_like(call.query)
     if grad_output.stride(-1) != 1:  # the gradient of a sum, for instance, is one number expanded
         grad_output = grad_output.contiguous()
     if path == "triton":
-        gradients: tuple[Tensor, Tensor, Tensor] = _triton().triton_backward(call, grad_output, output, lse, grad_lse)
+        gradients: tuple[Tensor, Tensor, Tensor] = _triton().triton_backward(
+            call, grad_output, output, lse, grad_lse, is_moved=is_moved
+        )
         return gradients
     if path == "flex":
         from attn_zoo.kernels.blocks.flex import flex_backward
@@ -89,16 +93,19 @@ class _BlockAttention(torch.autograd.Function):
         call = BlockCall(query, key, value, padding, *rest)
         output, lse = _forward(path, call)
         is_read = lse is not None and not (path == "gather" and call.has_lse)
-        ctx.save_for_backward(query, key, value, padding, output if is_read else None, lse if is_read else None)
-        ctx.path, ctx.rest = path, rest
+        saved = query, key, value, padding, output if is_read else None, lse if is_read else None
+        ctx.save_for_backward(*saved)
+        ctx.path, ctx.rest, ctx.addresses = path, rest, addresses_of(*saved)
         ctx.set_materialize_grads(False)
         return output, lse if call.has_lse else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, output, lse = ctx.saved_tensors
-        gradients = _backward(ctx.path, BlockCall(*inputs, *ctx.rest), grad_output, grad_lse, output, lse)
+        # Hooks on saved tensors, such as those that offload them, may change how they lie in memory.
+        *inputs, output, lse = saved = ctx.saved_tensors
+        call, is_moved = BlockCall(*inputs, *ctx.rest), addresses_of(*saved) != ctx.addresses
+        gradients = _backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved)
         return *gradients, None, None, None
 
 
@@ -274,7 +281,8 @@ def _attend(
     *,
     has_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if torch.compiler.is_compiling():
         # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
@@ -303,7 +311,7 @@ def _no_bias(*_: object, **__: object) -> Tensor:
     raise AssertionError("nothing is hidden but by the kernel's own causal flag")
 
 
-_paths: dict[Hashable, Backend] = {}
+_paths: dict[Hashable, tuple[Backend, Hashable]] = {}
 
 
 def _path_and_kind(
@@ -319,15 +327,14 @@ def _path_and_kind(
     needs_grad: bool,
     is_compiled: bool = False,
 ) -> tuple[Backend, Hashable]:
-    """Return the path that serves a call, and the call's kind; sizes are checked when a kind is met first."""
+    """Return the path that serves a call, and the call's kind, an object; sizes are checked when it is met first."""
     wanted = dropout_p, backend, needs_grad, is_compiled
-    kind = pattern.sizes, *wanted, kind_of(query, key, value, padding, slopes)
 
-    def choose() -> Backend:
+    def choose() -> tuple[Backend, Hashable]:
         _check_sizes(query, key, value, padding, pattern, slopes)
-        return choose_path(query, pattern.block_size, *wanted)
+        return choose_path(query, pattern.block_size, *wanted), object()
 
-    return remembered(_paths, kind, choose), kind
+    return remembered(_paths, (pattern.sizes, wanted, kind_of(query, key, value, padding, slopes)), choose)
 
 
 def _check_sizes(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +17,8 @@ from attn_zoo.kernels.blocks.pattern import BlockPattern
 Backend = Literal["auto", "gather", "flex", "triton"]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCall:
-    """What forward and backward are computed from.
+class BlockCall(NamedTuple):
+    """What forward and backward are computed from; a tuple, because one is made for every call.
 
     Args:
         query: `[B, H, L, D]`, features side by side in memory.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -243,7 +242,7 @@ def flex_backward(call: BlockCall, grad_output: Tensor, grad_lse: Tensor | None)
     """Return the gradients of query, key and value. FlexAttention has nothing to hand over, so it runs again."""
     leaves = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
     with torch.enable_grad():
-        output, lse = flex_forward(replace(call, query=leaves[0], key=leaves[1], value=leaves[2]))
+        output, lse = flex_forward(call._replace(query=leaves[0], key=leaves[1], value=leaves[2]))
     results, gradients = [output], [grad_output]
     if lse is not None and grad_lse is not None:
         results, gradients = [output, lse], [grad_output, grad_lse]

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.cached_launch import kind_of
+from attn_zoo.kernels.cached_launch import kind_of, remembered
+
+_sizes: dict[Hashable, Hashable] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,13 @@ class BlockPattern:
     is_dynamic: bool = False
 
     @cached_property
-    def sizes(self) -> tuple[Hashable, ...]:
-        """All that a launch can depend on: every field but the entries of the table, whose shape stands for them."""
+    def sizes(self) -> Hashable:
+        """Stands for all that a launch can depend on: every field but the entries of the table, whose shape counts.
+
+        Patterns alike in these have the same one, an object, which is told from others faster than what it stands for.
+        """
         numbers = self.query_len, self.key_len, self.block_size, self.num_global, self.num_dense_rows
-        return *numbers, self.is_causal, self.rule, *kind_of(self.indices, self.counts)
+        return remembered(_sizes, (*numbers, self.is_causal, self.rule, *kind_of(self.indices, self.counts)), object)
 
     @property
     def num_query_blocks(self) -> int:

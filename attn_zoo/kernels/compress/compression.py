@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.cached_launch import remembered
+from attn_zoo.kernels.cached_launch import addresses_of, kind_of, remembered
 from attn_zoo.kernels.compress import products
 from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.once_differentiable import once_differentiable
@@ -94,14 +94,33 @@ def compress_pair(
             return first, first
         _check(other, f, key_padding_mask)
         return first, products.multiply(other, f, key_padding_mask)
-    if not (_are_alike(one, other) and _are_alike(e, f)):
+    if not torch.compiler.is_compiling():
+        # One look for all that is decided: the host has more to do than a GPU in a short call.
+        signature = path, one is other, e is f, kind_of(one, other, e, f, key_padding_mask)
+        name, kind = remembered(_kinds, signature, lambda: _decide(tokens, matrices, key_padding_mask, path))
+    else:
+        name, kind = _decide(tokens, matrices, key_padding_mask, path)
+    if name is None:
         first, second = (
             compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(tokens, matrices, strict=True)
         )
         return first, second
-    call = CompressCall((one,) if one is other else (one, other), (e,) if e is f else (e, f), key_padding_mask)
-    results = _run(call, path)
+    call = CompressCall((one,) if one is other else tokens, (e,) if e is f else matrices, key_padding_mask, kind)
+    results = _compute(name, call)
     return results[0], results[-1]
+
+
+_kinds: dict[Hashable, tuple[str | None, Hashable]] = {}
+
+
+def _decide(
+    tokens: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], mask: Tensor | None, path: Path
+) -> tuple[str | None, Hashable]:
+    """Return the path of a pair and its kind, an object; no path where the two are too unlike for one launch."""
+    if not (_are_alike(*tokens) and _are_alike(*matrices)):
+        return None, None
+    _check(tokens[0], matrices[0], mask)
+    return _choose(path, tokens[0]), object()
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
@@ -158,15 +177,20 @@ def _run(call: CompressCall, path: Path) -> tuple[Tensor, ...]:
         ValueError: shapes, dtypes or devices do not fit.
         UnsupportedError: the named path cannot serve this call.
     """
+    _check(call.tokens[0], call.matrices[0], call.mask)
+    return _compute(_choose(path, call.tokens[0]), call)
+
+
+def _compute(name: str, call: CompressCall) -> tuple[Tensor, ...]:
+    """Return one result for each pair by the path `name`."""
     tokens = call.tokens[0]
-    _check(tokens, call.matrices[0], call.mask)
     if tokens.shape[0] == 0:
         return tuple([products.multiply(*pair, call.mask) for pair in call.pairs])
-    name = _choose(path, tokens)
     if name != "triton" and call.matrices[0].dim() == 3:  # our kernels take them as they are, which saves some views
         call = call._replace(matrices=tuple([matrix[None, :, : tokens.shape[2]] for matrix in call.matrices]))
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):
-        results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.mask, *call.tokens, *call.matrices)
+        tensors = *call.tokens, *call.matrices
+        results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.kind, call.mask, *tensors)
         return results
     return _forward(name, call)
 
@@ -206,16 +230,6 @@ def _is_small(tokens: Tensor, matrix: Tensor) -> bool:
 
 def _choose(path: Path, tokens: Tensor) -> str:
     """Return the path to run: the one named, if it can, or by device and dtype alone, at any size."""
-    if torch.compiler.is_compiling():
-        return _choose_anew(path, tokens)
-    kind = path, tokens.device, tokens.dtype, tokens.numel() == 0
-    return remembered(_chosen, kind, lambda: _choose_anew(path, tokens))
-
-
-_chosen: dict[Hashable, str] = {}
-
-
-def _choose_anew(path: Path, tokens: Tensor) -> str:
     if path == "auto":
         if not tokens.is_cuda:
             return "chunked"
@@ -261,23 +275,30 @@ class _Compress(torch.autograd.Function):
     """The learned compression. Keeps its inputs for the backward pass and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, path: str, num_tokens: int, mask: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.path, ctx.num_tokens = path, num_tokens
+    def forward(
+        ctx: Any, path: str, num_tokens: int, kind: Hashable, mask: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.path, ctx.num_tokens, ctx.kind, ctx.addresses = path, num_tokens, kind, _addresses_of(mask, *tensors)
         ctx.save_for_backward(mask, *tensors)
-        return _forward(path, CompressCall(tensors[:num_tokens], tensors[num_tokens:], mask))
+        return _forward(path, CompressCall(tensors[:num_tokens], tensors[num_tokens:], mask, kind))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mask, *tensors = ctx.saved_tensors
+        mask, *tensors = saved = ctx.saved_tensors
         num_tokens = ctx.num_tokens
-        call = CompressCall(tuple(tensors[:num_tokens]), tuple(tensors[num_tokens:]), mask)
-        _, _, _, *needed = ctx.needs_input_grad
+        kind = ctx.kind if _addresses_of(*saved) == ctx.addresses else None  # hooks on saved tensors may move them
+        call = CompressCall(tuple(tensors[:num_tokens]), tuple(tensors[num_tokens:]), mask, kind)
+        _, _, _, _, *needed = ctx.needs_input_grad
         of_tokens, of_matrices = True in needed[:num_tokens], True in needed[num_tokens:]
         found = _module(ctx.path).gradients(call, grads, of_tokens=of_tokens, of_matrices=of_matrices)
         before = () if of_tokens else (None,) * num_tokens
         after = () if of_matrices else (None,) * len(call.matrices)
-        return None, None, None, *before, *found, *after
+        return None, None, None, None, *before, *found, *after
+
+
+def _addresses_of(*tensors: Tensor | None) -> tuple[int, ...] | None:
+    return None if torch.compiler.is_compiling() else addresses_of(*tensors)
 
 
 def pool_windows(

@@ -7,7 +7,7 @@ the copy of a chunk, so on a CPU nothing as long as the sequence is made beyond 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -30,11 +30,13 @@ class CompressCall(NamedTuple):
         matrices: each `[B or 1, G or 1, S, k]`, alike likewise; a 1 is shared along that dimension. Triton's kernels
             and `multiply` also take `[G or 1, N, k]`, shared by all sequences, of which the first S rows serve.
         mask: bool `[B, S]`, True = left out, or None.
+        kind: the same for calls that are cut alike by the same kernels; None, and it is found where it is needed.
     """
 
     tokens: tuple[Tensor, ...]
     matrices: tuple[Tensor, ...]
     mask: Tensor | None
+    kind: Hashable = None
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:

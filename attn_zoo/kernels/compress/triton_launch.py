@@ -114,6 +114,8 @@ def _mask(call: CompressCall) -> Tensor:
 
 
 def _kind(call: CompressCall, *grads: Tensor) -> Hashable:
+    if call.kind is not None:
+        return call.kind, kind_of(*grads)
     tensors = *call.tokens, *call.matrices, call.mask, *grads
     return len(call.tokens), len(call.matrices), kind_of(*tensors)
 

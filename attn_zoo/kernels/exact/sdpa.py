@@ -9,7 +9,6 @@ The kernel is chosen once for each signature of a call, called so that torch can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -90,8 +89,9 @@ def exact_attention(
     if query.is_cuda:
         signature += (query.stride(), key.stride(), value.stride(), *_cuda_switches())
     attend = _remembered.get(signature)
-    if type(attend) is _Unbiased:  # nothing but a kernel to call, and short calls wait for what is made beside
-        return attend.kernel(query, key, value, None, dropout_p, is_causal)
+    if type(attend) is partial and attend.func is _unbiased:  # short calls wait for what is made beside the kernel's
+        kernel: _Kernel = attend.args[0]
+        return kernel(query, key, value, None, dropout_p, is_causal)
     call = ExactCall(query, key, value, is_causal, key_padding_mask, slopes, dropout_p, score_bias)
     if attend is None:
         attend = _attend_by(*select(backend, call), call)
@@ -198,7 +198,7 @@ def _in_parts(name: str, call: ExactCall, parts: int) -> _Attend:
 def _with_kernel(kernel: _Kernel, call: ExactCall) -> _Attend:
     """Return what gives the kernel the bias that calls like this one need."""
     if not call.has_bias:
-        return _Unbiased(kernel)
+        return partial(_unbiased, kernel)
     if call.has_alibi_or_offset or (call.is_causal and kernel is not _cpu_flash):
         return partial(_with_row_bias, kernel)
     return partial(_padded, kernel)
@@ -329,14 +329,9 @@ def _harmless(attend: _Attend, call: ExactCall) -> Tensor:
     return attend(call._replace(key=blank, value=blank if value is key else value.masked_fill(hidden, 0.0)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Unbiased:
-    """A kernel whose own flags say all of a call."""
-
-    kernel: _Kernel
-
-    def __call__(self, call: ExactCall) -> Tensor:
-        return self.kernel(call.query, call.key, call.value, None, call.dropout_p, call.is_causal)
+def _unbiased(kernel: _Kernel, call: ExactCall) -> Tensor:
+    """Run a kernel whose own flags say all of a call."""
+    return kernel(call.query, call.key, call.value, None, call.dropout_p, call.is_causal)
 
 
 def _bias_dtype(kernel: _Kernel, query: Tensor) -> torch.dtype:

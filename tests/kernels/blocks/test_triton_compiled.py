@@ -18,7 +18,7 @@ FLAGS = ("is_causal", "is_ragged", "has_batch_tables", "has_padding", "has_slope
 NO_RULE = {"reach": -1, "dilation": 1, "stride": 0, "num_global_tokens": 0}
 RULE = {"reach": 40, "dilation": 3, "stride": 64, "num_global_tokens": 5}
 TOKENS = {"query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value"}
-FLOATS = {"lse", "grad_lse", "delta", "part", "query_part", "key_part", "value_part"}
+FLOATS = {"lse", "grad_lse", "part", "workspace"}
 TABLES = {"indices", "counts", "rows", "row_starts"}
 OTHERS = {"padding": "*u8", "slopes": "*fp32", "seed": "*i64", "keep_scale": "fp32", "scale": "fp32"}
 OPTIONAL = {"padding": "has_padding", "slopes": "has_slopes", "seed": "has_dropout", "grad_lse": "has_grad_lse"}
@@ -48,6 +48,8 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], options: dict[s
             attributes[place,] = ALIGNED
         else:
             signature[name] = OTHERS.get(name, "i32")
+            if name.endswith("_at"):  # where something begins in the workspace
+                attributes[place,] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

@@ -55,9 +55,10 @@ def key_gradient_kernel(
     grad_value,
     grad_value_strides,
     lse,
-    delta,
-    key_part,
-    value_part,
+    workspace,
+    key_part_at,
+    value_part_at,
+    delta_at,
     rows,
     row_starts,
     padding,
@@ -102,9 +103,8 @@ def key_gradient_kernel(
     Args:
         query: `[B, H, L, D]`; so `key`, `value`, `grad_output`, `grad_key`, `grad_value`, whose strides follow.
         lse: float32 `[B, H, L]`, of the forward pass.
-        delta: float32 `[B, H, L]`, which the gradient of the queries writes.
-        key_part: float32 `[B, H, splits, global tokens, D]`, written: the stretches' gradients of global keys.
-        value_part: likewise of global values.
+        workspace: float32, whose part at `delta_at` the gradient of the queries writes. Written: the stretches'
+            gradients of global keys, at `key_part_at`, and values: `[B, H, splits, global tokens, D]`.
         rows: int32 `[B or 1, P, table_size]`, the transposed table: listed rows that see each key block in turn.
         row_starts: int32 `[B or 1, P, key blocks + 1]`, where those of each key block start; the further arguments are
             the forward kernel's.
@@ -181,10 +181,10 @@ def key_gradient_kernel(
             grads = load_tile(grad_start, grad_output_strides.token, first, within, features, is_query, is_ragged)
             if is_ragged:
                 log_sum = tl.load(lse + first_of_sequence + query_at, mask=is_query, other=float("-inf"))
-                deltas = tl.load(delta + first_of_sequence + query_at, mask=is_query, other=0.0)
+                deltas = tl.load(workspace + delta_at + first_of_sequence + query_at, mask=is_query, other=0.0)
             else:
                 log_sum = tl.load(lse + first_of_sequence + query_at)
-                deltas = tl.load(delta + first_of_sequence + query_at)
+                deltas = tl.load(workspace + delta_at + first_of_sequence + query_at)
             log_sum = base_2(log_sum)
             scores = tl.dot(keys, tl.trans(queries), input_precision="ieee") * score_scale  # [keys, queries]
             standing = (query_at + row_shift * block_size)[None, :]
@@ -215,8 +215,8 @@ def key_gradient_kernel(
         num_tokens = tl.minimum(num_global * block_size, key_len)
         token = (sequence.to(tl.int64) * num_splits + split) * num_tokens + key_at
         cell = token[:, None] * head_dim + features[None, :]
-        tl.store(key_part + cell, key_result, mask=is_written[:, None])
-        tl.store(value_part + cell, value_result, mask=is_written[:, None])
+        tl.store(workspace + key_part_at + cell, key_result, mask=is_written[:, None])
+        tl.store(workspace + value_part_at + cell, value_result, mask=is_written[:, None])
     else:
         place_at = key_at.to(tl.int64)[:, None]
         target = sequence_start(grad_key, grad_key_strides, batch, head) + place_at * grad_key_strides.token

@@ -119,7 +119,7 @@ class _Backward(NamedTuple):
     query_gradient: CachedLaunch
     key_gradient: CachedLaunch
     add_up: CachedLaunch | None  # where there are dense rows or global columns
-    sections: list[int]  # numbers in the parts of queries, of keys, of values, and in `delta`
+    workspace_size: int  # numbers
 
 
 _forwards: dict[Hashable, _Forward] = {}
@@ -242,12 +242,16 @@ def _cut_backward(
 
     sizes = _sizes(call, "query_gradient")
     num_sequences, head_dim, size = sizes["num_sequences"], sizes["head_dim"], pattern.block_size
+    # The workspace: what stretches leave of queries, keys and values, then the sums of output times gradient.
+    parts = [num_sequences * each.num_splits * each.num_tokens * head_dim for each in (dense, columns, columns)]
+    parts_at = {"key_part_at": parts[0], "value_part_at": parts[0] + parts[1]}
+    delta_at = {"delta_at": sum(parts)}
     lines = pattern.num_dense_rows * dense.num_splits + pattern.num_rows
     query_gradient = CachedLaunch(
         query_gradient_kernel,
         (num_sequences * lines * (size // sizes["block_m"]),),
         {
-            **(sizes | inputs | _strides(output=output, grad_query=grad_query)),
+            **(sizes | inputs | _strides(output=output, grad_query=grad_query) | delta_at),
             "num_rows": pattern.num_rows,
             "width": pattern.indices.shape[-1],
             "num_splits": dense.num_splits,
@@ -262,7 +266,7 @@ def _cut_backward(
         key_gradient_kernel,
         (num_sequences * lines * (size // sizes["block_n"]),),
         {
-            **(sizes | inputs | _strides(grad_key=grad_key, grad_value=grad_value)),
+            **(sizes | inputs | _strides(grad_key=grad_key, grad_value=grad_value) | parts_at | delta_at),
             "num_columns": pattern.num_key_blocks,
             "table_size": pattern.indices.shape[-2] * pattern.indices.shape[-1],
             "num_splits": columns.num_splits,
@@ -272,7 +276,7 @@ def _cut_backward(
 
     num_tiles = -(-dense.num_tokens // _MERGE_TOKENS) + -(-columns.num_tokens // _MERGE_TOKENS)
     rest = {
-        **_strides(grad_query=grad_query, grad_key=grad_key, grad_value=grad_value),
+        **(_strides(grad_query=grad_query, grad_key=grad_key, grad_value=grad_value) | parts_at),
         "num_sequences": num_sequences,
         "num_heads": sizes["num_heads"],
         "num_dense_tokens": dense.num_tokens,
@@ -283,43 +287,39 @@ def _cut_backward(
         "head_dim": head_dim,
     }
     add_up = CachedLaunch(add_up_kernel, (num_sequences * num_tiles,), rest) if num_tiles else None
-    parts = [num_sequences * each.num_splits * each.num_tokens * head_dim for each in (dense, columns, columns)]
-    return _Backward(query_gradient, key_gradient, add_up, [*parts, num_sequences * pattern.query_len])
+    return _Backward(query_gradient, key_gradient, add_up, sum(parts) + num_sequences * pattern.query_len)
 
 
 def triton_backward(
-    call: BlockCall, grad_output: Tensor, output: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    call: BlockCall,
+    grad_output: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    is_moved: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, from what `triton_forward` returned."""
+    """Return the gradients of query, key and value, from what `triton_forward` returned.
+
+    Where nothing `is_moved` since, inputs and results lie as that call's kind says.
+    """
     query, key, value, pattern = call.query, call.key, call.value, call.pattern
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     tensors = _tensors(call, pattern.indices, pattern.counts)
-    # Not the forward's: hooks on saved tensors, such as those that offload them, may change how they lie in memory.
-    saved = query, key, value, call.padding, output, lse
+    saved = (query, key, value, call.padding, output, lse) if is_moved else ()
     launches = remembered(
         _backwards,
         call.kind and (call.kind, kind_of(*saved, grad_output, grad_lse)),
         lambda: _cut_backward(call, output, grad_output, grads, has_grad_lse=grad_lse is not None),
     )
-    workspace = query.new_empty(sum(launches.sections), dtype=torch.float32)
-    query_part, key_part, value_part, delta = workspace.split_with_sizes(launches.sections)
+    workspace = query.new_empty(launches.workspace_size, dtype=torch.float32)
     with on_device_of(query):
         inputs = query, key, value
-        launches.query_gradient(*inputs, output, grad_output, grad_query, lse, grad_lse, delta, query_part, *tensors)
-        launches.key_gradient(
-            *inputs,
-            grad_output,
-            grad_key,
-            grad_value,
-            lse,
-            delta,
-            key_part,
-            value_part,
-            *pattern.transposed,
-            *tensors[2:],
-        )
+        launches.query_gradient(*inputs, output, grad_output, grad_query, lse, grad_lse, workspace, *tensors)
+        tables = *pattern.transposed, *tensors[2:]
+        launches.key_gradient(*inputs, grad_output, grad_key, grad_value, lse, workspace, *tables)
         if launches.add_up is not None:
-            launches.add_up(query_part, key_part, value_part, *grads)
+            launches.add_up(workspace, *grads)
     return grads

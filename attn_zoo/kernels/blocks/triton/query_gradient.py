@@ -59,8 +59,8 @@ def query_gradient_kernel(
     grad_query_strides,
     lse,
     grad_lse,
-    delta,
-    part,
+    workspace,
+    delta_at,
     indices,
     counts,
     padding,
@@ -103,8 +103,8 @@ def query_gradient_kernel(
         query: `[B, H, L, D]`; so `key`, `value`, `output`, `grad_output`, `grad_query`, whose strides follow.
         lse: float32 `[B, H, L]`, of the forward pass.
         grad_lse: float32 `[B, H, L]`, contiguous, or None.
-        delta: float32 `[B, H, L]`, written: the sum of output times gradient of each query, without `grad_lse`.
-        part: float32 `[B, H, splits, dense tokens, D]`, written: the stretches' gradients of dense rows.
+        workspace: float32, written: the stretches' gradients of dense rows `[B, H, splits, dense tokens, D]`, and at
+            `delta_at` the sum of output times gradient of each query, without `grad_lse`: `[B, H, L]`.
         indices: int32 `[B or 1, P, R, W]`; the further arguments are the forward kernel's.
     """
     row_tiles: tl.constexpr = block_size // block_m
@@ -148,7 +148,7 @@ def query_gradient_kernel(
     if has_grad_lse:  # it adds weight times gradient to the gradient of each score
         deltas -= tl.load(grad_lse + place, mask=is_query & (log_sum < float("inf")), other=0.0)
     num_owned = tl.where(is_split & (split > 0), 0, query_len)  # all stretches of a row find the same
-    tl.store(delta + place, deltas, mask=query_at < num_owned)
+    tl.store(workspace + delta_at + place, deltas, mask=query_at < num_owned)
     slope = 0.0
     if has_slopes:
         slope = tl.load(slopes + head).to(tl.float32) * LOG2_E
@@ -206,7 +206,7 @@ def query_gradient_kernel(
         num_tokens = tl.minimum(num_dense_rows * block_size, query_len)
         token = (sequence.to(tl.int64) * num_splits + split) * num_tokens + query_at
         is_query = query_at < num_tokens
-        tl.store(part + token[:, None] * head_dim + features[None, :], result, mask=is_query[:, None])
+        tl.store(workspace + token[:, None] * head_dim + features[None, :], result, mask=is_query[:, None])
     else:
         target = sequence_start(grad_query, grad_query_strides, batch, head)
         target += query_at.to(tl.int64)[:, None] * grad_query_strides.token

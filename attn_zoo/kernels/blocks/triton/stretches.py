@@ -88,9 +88,9 @@ def add_up(
     ]
 )  # fmt: skip
 def add_up_kernel(
-    query_part,
-    key_part,
-    value_part,
+    workspace,
+    key_part_at,
+    value_part_at,
     grad_query,
     grad_query_strides,
     grad_key,
@@ -109,8 +109,8 @@ def add_up_kernel(
     """Add up the gradients of dense tokens or, in later programs, of global keys and values.
 
     Args:
-        query_part: float32 `[B, H, query splits, dense tokens, D]`.
-        key_part: float32 `[B, H, key splits, global tokens, D]`; so `value_part`.
+        workspace: float32, of queries `[B, H, query splits, dense tokens, D]`, then, at `key_part_at`, of keys
+            `[B, H, key splits, global tokens, D]`; so, at `value_part_at`, of values.
         grad_query: `[B, H, L, D]`, written; so `grad_key`, `grad_value`, whose strides follow.
     """
     program = tl.program_id(0)
@@ -119,11 +119,11 @@ def add_up_kernel(
     if program < num_query_programs:
         sequence, tile = program // num_tiles, program % num_tiles
         sizes = (num_heads, num_dense_tokens, num_query_splits)
-        add_up(query_part, grad_query, grad_query_strides, sequence, tile, *sizes, block_m, head_dim)
+        add_up(workspace, grad_query, grad_query_strides, sequence, tile, *sizes, block_m, head_dim)
     else:
         program -= num_query_programs
         num_tiles = tl.cdiv(num_global_tokens, block_m)
         sequence, tile = program // num_tiles, program % num_tiles
         sizes = (num_heads, num_global_tokens, num_key_splits)
-        add_up(key_part, grad_key, grad_key_strides, sequence, tile, *sizes, block_m, head_dim)
-        add_up(value_part, grad_value, grad_value_strides, sequence, tile, *sizes, block_m, head_dim)
+        add_up(workspace + key_part_at, grad_key, grad_key_strides, sequence, tile, *sizes, block_m, head_dim)
+        add_up(workspace + value_part_at, grad_value, grad_value_strides, sequence, tile, *sizes, block_m, head_dim)
