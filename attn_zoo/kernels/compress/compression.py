@@ -94,12 +94,13 @@ def compress_pair(
             return first, first
         _check(other, f, key_padding_mask)
         return first, products.multiply(other, f, key_padding_mask)
-    if not torch.compiler.is_compiling():
-        # One look for all that is decided: the host has more to do than a GPU in a short call.
+    if torch.compiler.is_compiling():
+        name, kind = _path_of_pair(tokens, matrices, key_padding_mask, path), None
+    else:  # one look for all that is decided: in a short call the host has more to do than a GPU
         signature = path, one is other, e is f, kind_of(one, other, e, f, key_padding_mask)
-        name, kind = remembered(_kinds, signature, lambda: _decide(tokens, matrices, key_padding_mask, path))
-    else:
-        name, kind = _decide(tokens, matrices, key_padding_mask, path)
+        name, kind = remembered(
+            _kinds, signature, lambda: (_path_of_pair(tokens, matrices, key_padding_mask, path), object())
+        )
     if name is None:
         first, second = (
             compress(*pair, key_padding_mask=key_padding_mask, path=path) for pair in zip(tokens, matrices, strict=True)
@@ -113,14 +114,14 @@ def compress_pair(
 _kinds: dict[Hashable, tuple[str | None, Hashable]] = {}
 
 
-def _decide(
+def _path_of_pair(
     tokens: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], mask: Tensor | None, path: Path
-) -> tuple[str | None, Hashable]:
-    """Return the path of a pair and its kind, an object; no path where the two are too unlike for one launch."""
+) -> str | None:
+    """Return the path of a pair, or None where the two are too unlike for one launch; sizes are checked."""
     if not (_are_alike(*tokens) and _are_alike(*matrices)):
-        return None, None
+        return None
     _check(tokens[0], matrices[0], mask)
-    return _choose(path, tokens[0]), object()
+    return _choose(path, tokens[0])
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
