@@ -20,6 +20,7 @@ from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext, M
 from attn_zoo.attention.masks import blank_padding, finite_padding, masked_softmax, score_bias, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.kernels.compress.attend import attend_compressed
 from attn_zoo.kernels.compress.compression import (
     Short,
     compress_pair,
@@ -316,6 +317,11 @@ class LinformerAttention(AbstractAttention):
         return window_counts(mask.shape[1], self.width, key_padding_mask=mask, device=mask.device) == 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        e, f = self.weights
+        is_plain = self.config.projection == "linear" and self.config.short == "slice"
+        has_dropout = self.training and self.build.dropout_p > 0
+        if is_plain and not has_dropout and e is not None and f is not None and e.dtype == key.dtype:
+            return attend_compressed(query, (key, value), (e, f), key_padding_mask=key_padding_mask)
         key, value = self.compress(key, value, key_padding_mask)
         return self.attend(query, key, value, key_padding_mask)
 

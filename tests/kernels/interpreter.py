@@ -58,12 +58,17 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
-def run_interpreted(path: Path) -> None:
-    """Run the tests of one file, which skip themselves elsewhere, under the interpreter; all must pass."""
+def run_interpreted(path: Path, *options: str) -> None:
+    """Run the tests of one file, which skip themselves elsewhere, under the interpreter; all must pass.
+
+    Args:
+        path: of the file.
+        options: of pytest, such as those that pick tests.
+    """
     pytest.importorskip("triton", reason="triton is not installed, so neither is its interpreter")
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:xdist"],
+        [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:xdist", *options],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         cwd=root,
         capture_output=True,

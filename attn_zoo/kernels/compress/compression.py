@@ -95,11 +95,11 @@ def compress_pair(
         _check(other, f, key_padding_mask)
         return first, products.multiply(other, f, key_padding_mask)
     if torch.compiler.is_compiling():
-        name, kind = _path_of_pair(tokens, matrices, key_padding_mask, path), None
+        name, kind = path_of_pair(tokens, matrices, key_padding_mask, path), None
     else:  # one look for all that is decided: in a short call the host has more to do than a GPU
         signature = path, one is other, e is f, kind_of(one, other, e, f, key_padding_mask)
         name, kind = remembered(
-            _kinds, signature, lambda: (_path_of_pair(tokens, matrices, key_padding_mask, path), object())
+            _kinds, signature, lambda: (path_of_pair(tokens, matrices, key_padding_mask, path), object())
         )
     if name is None:
         first, second = (
@@ -114,7 +114,7 @@ def compress_pair(
 _kinds: dict[Hashable, tuple[str | None, Hashable]] = {}
 
 
-def _path_of_pair(
+def path_of_pair(
     tokens: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], mask: Tensor | None, path: Path
 ) -> str | None:
     """Return the path of a pair, or None where the two are too unlike for one launch; sizes are checked."""
