@@ -78,6 +78,19 @@ def block_at(entries, place, num_leading, shift):
 
 
 @triton.jit
+def block_ahead(entries, place, num_leading, bound):
+    """Return the block at a place of a row's list, or any number behind its end: it may be asked for too early.
+
+    Args:
+        entries: the row's entries.
+        place: in the list.
+        num_leading: leading blocks, the first of which is number 0.
+        bound: place from which nothing may be read. That of the table, as for the row's own one would have to wait.
+    """
+    return tl.load(entries + (place - num_leading), mask=(place >= num_leading) & (place < bound), other=place)
+
+
+@triton.jit
 def table_of(batch, head, num_heads, num_tables, has_batch_tables: tl.constexpr):
     """Return the number of the table that serves a batch entry and head."""
     table = head * num_tables // num_heads

@@ -14,7 +14,7 @@ import triton.language as tl
 from attn_zoo.kernels.blocks.triton.addressing import (
     LN_2,
     LOG2_E,
-    block_at,
+    block_ahead,
     find_tile,
     is_visible,
     load_tile,
@@ -128,6 +128,7 @@ def forward_kernel(
         block_size,
         is_causal,
     )
+    bound = num_leading + tl.where(is_split, 0, width)
 
     within, features = tl.arange(0, block_m), tl.arange(0, head_dim)
     query_at = tile * block_m + within
@@ -172,8 +173,12 @@ def forward_kernel(
     depth: tl.constexpr = None if is_masked_everywhere else 1  # one block more needs no buffers of its own
     for is_masked in tl.static_range(1 if is_masked_everywhere else 0, 2 if is_masked_somewhere else 1):
         start, stop = middle_place if is_masked else first_place, last_place if is_masked else middle_place
+        # A step loads the block number of the next one. Were it to load its own, the pipeline would spend a stage on
+        # it and wait in every step for all that is under way: keys and values would come only when they are needed.
+        key_block = block_ahead(entries, start, num_leading, bound)
         for step in tl.range(start * key_tiles, stop * key_tiles, num_stages=depth if is_masked else None):
-            first = block_at(entries, step // key_tiles, num_leading, 0) * block_size + step % key_tiles * block_n
+            first = key_block * block_size + step % key_tiles * block_n
+            key_block = block_ahead(entries, (step + 1) // key_tiles, num_leading, bound)
             key_at = first + key_within
             is_key = key_at < key_len
             if has_padding:
@@ -205,9 +210,10 @@ def forward_kernel(
             result = tl.dot(weights.to(values.dtype), values, result * fading[:, None], input_precision="ieee")
 
     is_dead = total == 0.0
-    result = result / tl.where(is_dead, 1.0, total)[:, None]
+    last_scale = 1.0 / tl.where(is_dead, 1.0, total)  # a division for each row, not for each number
     if has_dropout:
-        result = result * keep_scale
+        last_scale = last_scale * keep_scale
+    result = result * last_scale[:, None]
     log_sum = highest + tl.log2(tl.where(is_dead, 1.0, total))
     if is_split:
         num_tokens = tl.minimum(num_dense_rows * block_size, query_len)
