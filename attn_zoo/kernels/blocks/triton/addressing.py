@@ -55,6 +55,19 @@ def find_tile(program, num_split_tiles, num_listed_tiles, num_splits, num_sequen
 
 
 @triton.jit
+def find_row_tile(program, num_split_tiles, num_splits):
+    """Return what a program works on in its sequence: whether the tile's row is split, the tile and the stretch.
+
+    Split rows come first: their programs have the most to do. And they bring all keys of the sequence into the cache,
+    for the listed rows that follow.
+    """
+    num_split = num_split_tiles * num_splits
+    is_split = program < num_split
+    tile = tl.where(is_split, program // num_splits, program - num_split + num_split_tiles)
+    return is_split, tile, program % num_splits
+
+
+@triton.jit
 def sequence_start(data, strides, batch, head):
     """Return a pointer to the first token of a batch entry and head, computed in 64 bits."""
     return data + batch.to(tl.int64) * strides.batch + head.to(tl.int64) * strides.head

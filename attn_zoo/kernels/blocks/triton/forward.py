@@ -15,7 +15,7 @@ from attn_zoo.kernels.blocks.triton.addressing import (
     LN_2,
     LOG2_E,
     block_ahead,
-    find_tile,
+    find_row_tile,
     is_visible,
     load_tile,
     row_list,
@@ -106,10 +106,9 @@ def forward_kernel(
         row_shift: blocks that a query's position is further along than its number.
     """
     row_tiles: tl.constexpr = block_size // block_m
-    is_split, sequence, tile, split = find_tile(
-        tl.program_id(0), num_dense_rows * row_tiles, num_rows * row_tiles, num_splits, num_sequences
-    )
-    batch, head = sequence // num_heads, sequence % num_heads
+    is_split, tile, split = find_row_tile(tl.program_id(0), num_dense_rows * row_tiles, num_splits)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    sequence = batch * num_heads + head
     block = tile // row_tiles
     first_place, last_place, num_leading, entries = row_list(
         indices,

@@ -196,8 +196,10 @@ def _cut_forward(call: BlockCall, output: Tensor) -> _Forward:
     stretches = {"num_splits": lines.num_splits, "split_blocks": lines.split_blocks}
     rows = {"num_rows": pattern.num_rows, "width": pattern.indices.shape[-1]}
     strides = _strides(query=call.query, key=call.key, value=call.value, output=output)
-    num_programs = num_sequences * row_tiles * (pattern.num_dense_rows * lines.num_splits + pattern.num_rows)
-    attend = CachedLaunch(forward_kernel, (num_programs,), sizes | strides | stretches | rows)
+    num_heads = sizes["num_heads"]
+    num_tiles = row_tiles * (pattern.num_dense_rows * lines.num_splits + pattern.num_rows)
+    grid = num_tiles, num_heads, num_sequences // num_heads
+    attend = CachedLaunch(forward_kernel, grid, sizes | strides | stretches | rows)
     merge = None
     if lines.num_tokens:
         rest = {
