@@ -41,25 +41,11 @@ def strides_of(tensor: Tensor) -> Strides:
 
 
 @triton.jit
-def find_tile(program, num_split_tiles, num_listed_tiles, num_splits, num_sequences):
-    """Return what a program works on: whether the tile's line is split, the sequence, the tile and the stretch.
+def find_tile(program, num_split_tiles, num_splits):
+    """Return what a program works on in its sequence: whether the tile's line is split, the tile and the stretch.
 
-    Split lines come first: their programs have the most to do, and so none of them runs alone at the end.
-    """
-    num_split = num_sequences * num_split_tiles * num_splits
-    is_split = program < num_split
-    index = tl.where(is_split, program // num_splits, program - num_split)
-    num_tiles = tl.where(is_split, num_split_tiles, num_listed_tiles)
-    tile = index % num_tiles + tl.where(is_split, 0, num_split_tiles)
-    return is_split, index // num_tiles, tile, program % num_splits
-
-
-@triton.jit
-def find_row_tile(program, num_split_tiles, num_splits):
-    """Return what a program works on in its sequence: whether the tile's row is split, the tile and the stretch.
-
-    Split rows come first: their programs have the most to do. And they bring all keys of the sequence into the cache,
-    for the listed rows that follow.
+    Split lines come first: their programs have the most to do. And they bring the whole other side of the sequence into
+    the cache, for the listed lines that follow.
     """
     num_split = num_split_tiles * num_splits
     is_split = program < num_split
@@ -80,29 +66,21 @@ def base_2(lse):
 
 
 @triton.jit
-def block_at(entries, place, num_leading, shift):
+def block_at(entries, place, num_leading, bound, shift):
     """Return the block at a place of a line's list: first the leading ones in order, then entries of the table.
+
+    A step of a loop asks for the block of the next one. Were it to load its own, the pipeline would spend a stage on
+    that and wait in every step for all that is under way: tiles would come only when they are needed.
 
     Args:
         entries: the line's entries.
-        place: in the list.
+        place: in the list, or behind its end, where any number may be returned.
         num_leading: leading blocks, the first of which is number 0.
+        bound: place from which nothing may be read.
         shift: what an entry counts from.
     """
-    return tl.load(entries + (place - num_leading), mask=place >= num_leading, other=place - shift) + shift
-
-
-@triton.jit
-def block_ahead(entries, place, num_leading, bound):
-    """Return the block at a place of a row's list, or any number behind its end: it may be asked for too early.
-
-    Args:
-        entries: the row's entries.
-        place: in the list.
-        num_leading: leading blocks, the first of which is number 0.
-        bound: place from which nothing may be read. That of the table, as for the row's own one would have to wait.
-    """
-    return tl.load(entries + (place - num_leading), mask=(place >= num_leading) & (place < bound), other=place)
+    is_entry = (place >= num_leading) & (place < bound)
+    return tl.load(entries + (place - num_leading), mask=is_entry, other=place - shift) + shift
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import triton.language as tl
 from attn_zoo.kernels.blocks.triton.addressing import (
     LN_2,
     LOG2_E,
-    block_ahead,
-    find_row_tile,
+    block_at,
+    find_tile,
     is_visible,
     load_tile,
     row_list,
@@ -106,7 +106,7 @@ def forward_kernel(
         row_shift: blocks that a query's position is further along than its number.
     """
     row_tiles: tl.constexpr = block_size // block_m
-    is_split, tile, split = find_row_tile(tl.program_id(0), num_dense_rows * row_tiles, num_splits)
+    is_split, tile, split = find_tile(tl.program_id(0), num_dense_rows * row_tiles, num_splits)
     head, batch = tl.program_id(1), tl.program_id(2)
     sequence = batch * num_heads + head
     block = tile // row_tiles
@@ -172,12 +172,10 @@ def forward_kernel(
     depth: tl.constexpr = None if is_masked_everywhere else 1  # one block more needs no buffers of its own
     for is_masked in tl.static_range(1 if is_masked_everywhere else 0, 2 if is_masked_somewhere else 1):
         start, stop = middle_place if is_masked else first_place, last_place if is_masked else middle_place
-        # A step loads the block number of the next one. Were it to load its own, the pipeline would spend a stage on
-        # it and wait in every step for all that is under way: keys and values would come only when they are needed.
-        key_block = block_ahead(entries, start, num_leading, bound)
+        key_block = block_at(entries, start, num_leading, bound, 0)
         for step in tl.range(start * key_tiles, stop * key_tiles, num_stages=depth if is_masked else None):
             first = key_block * block_size + step % key_tiles * block_n
-            key_block = block_ahead(entries, (step + 1) // key_tiles, num_leading, bound)
+            key_block = block_at(entries, (step + 1) // key_tiles, num_leading, bound, 0)
             key_at = first + key_within
             is_key = key_at < key_len
             if has_padding:

@@ -24,7 +24,6 @@ from attn_zoo.kernels.blocks.triton.addressing import (
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
 SIZES = [
-    "num_sequences",
     "num_heads",
     "query_len",
     "key_len",
@@ -67,7 +66,6 @@ def key_gradient_kernel(
     drop_bound,
     keep_scale,
     scale,
-    num_sequences,
     num_heads,
     query_len,
     key_len,
@@ -110,14 +108,9 @@ def key_gradient_kernel(
             the forward kernel's.
     """
     column_tiles: tl.constexpr = block_size // block_n
-    is_split, sequence, tile, split = find_tile(
-        tl.program_id(0),
-        num_global * column_tiles,
-        (num_columns - num_global) * column_tiles,
-        num_splits,
-        num_sequences,
-    )
-    batch, head = sequence // num_heads, sequence % num_heads
+    is_split, tile, split = find_tile(tl.program_id(0), num_global * column_tiles, num_splits)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    sequence = batch * num_heads + head
     block = tile // column_tiles
     table = table_of(batch, head, num_heads, num_tables, has_batch_tables)
     starts = row_starts + table * (num_columns + 1) + block
@@ -172,9 +165,10 @@ def key_gradient_kernel(
     depth: tl.constexpr = None if reach >= 0 else 1  # one block more needs no buffers of its own
     for is_plain in tl.static_range(0 if reach >= 0 or is_causal else 1, 1 if reach >= 0 else 2):
         start, stop = middle_place if is_plain else first_place, last_place if is_plain else middle_place
+        query_block = block_at(entries, start, num_leading, last_place, num_dense_rows)
         for step in tl.range(start * row_tiles, stop * row_tiles, num_stages=None if is_plain else depth):
-            place = block_at(entries, step // row_tiles, num_leading, num_dense_rows)
-            first = place * block_size + step % row_tiles * block_m
+            first = query_block * block_size + step % row_tiles * block_m
+            query_block = block_at(entries, (step + 1) // row_tiles, num_leading, last_place, num_dense_rows)
             query_at = first + within
             is_query = query_at < query_len
             queries = load_tile(query_start, query_strides.token, first, within, features, is_query, is_ragged)

@@ -69,12 +69,12 @@ class Tiles:
 
 # For 16-bit inputs and blocks of 64 or more, by kernel and head_dim (smaller ones as 64). Chosen from what the compiler
 # says for Hopper (registers, shared memory, products as wgmma), then from times of an H100 (benchmarks/NOTES.md): eight
-# warps take up to twice as long, tiles of 32 keys a sixth longer, more stages change nothing. A tile of 64 queries is
-# one wgmma of four warps. Three stages, because the pipeline spends one on the table: keys are loaded one step ahead,
-# their block number two. Resident programs on a multiprocessor, as registers and shared memory allow:
+# warps take up to twice as long, tiles of 32 keys a sixth longer, a fourth stage costs a program. A tile of 64 queries
+# is one wgmma of four warps. Three stages: keys are loaded two steps ahead. With fewer than 106 registers the assembler
+# lets no two products be under way (its note C7512). Resident programs on a multiprocessor, as registers and shared
+# memory allow:
 _TILES: dict[tuple[Kernel, int], Tiles] = {
-    # With fewer than 106 registers the assembler lets no two products be under way (its note C7512).
-    ("forward", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 128 registers (136 if it may), 56 KiB: 4
+    ("forward", 64): Tiles(64, 64, 4, 3, max_registers=112),  # 112 registers, 56 KiB: 4
     ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
     ("query_gradient", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 127 (135 if it may), 48 KiB: 4
     ("query_gradient", 128): Tiles(64, 64, 4, 2),  # 208, 96 KiB: 2; masked 255, 96 KiB, with 3 stages 128
@@ -135,7 +135,7 @@ def _tensors(call: BlockCall, *table: Tensor) -> tuple[Tensor | None, ...]:
 
 def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
     """Return what all kernels that attend take beside tensors, their strides and stretches, by name."""
-    pattern, (batch_size, num_heads, query_len, head_dim) = call.pattern, call.query.shape
+    pattern, (_, num_heads, query_len, head_dim) = call.pattern, call.query.shape
     size = pattern.block_size
     tiles = tiles_of(kernel, size, head_dim, call.query.element_size())
     is_ragged = query_len % size != 0 or pattern.key_len % size != 0
@@ -143,7 +143,6 @@ def _sizes(call: BlockCall, kernel: Kernel) -> dict[str, Any]:
     takes_registers = is_ragged or is_masked or pattern.is_causal or call.dropout_p > 0 or call.slopes is not None
     return {
         "scale": call.scale,
-        "num_sequences": batch_size * num_heads,
         "num_heads": num_heads,
         "query_len": query_len,
         "key_len": pattern.key_len,
@@ -170,6 +169,12 @@ def _strides(**tensors: Tensor) -> dict[str, Any]:
     return {f"{name}_strides": strides_of(tensor) for name, tensor in tensors.items()}
 
 
+def _grid(call: BlockCall, num_tiles: int) -> tuple[int, int, int]:
+    """Return the grid of so many tiles for each sequence and head: those of one head run side by side."""
+    batch_size, num_heads = call.query.shape[:2]
+    return num_tiles, num_heads, batch_size
+
+
 class _Lines(NamedTuple):
     """How dense rows or global columns are cut: stretches, blocks of a stretch, and their tokens."""
 
@@ -191,15 +196,13 @@ def _global_columns(call: BlockCall) -> _Lines:
 
 def _cut_forward(call: BlockCall, output: Tensor) -> _Forward:
     pattern, lines, sizes = call.pattern, _dense_rows(call), _sizes(call, "forward")
-    num_sequences, head_dim = sizes["num_sequences"], sizes["head_dim"]
+    num_sequences, head_dim = call.query.shape[0] * call.query.shape[1], call.query.shape[3]
     row_tiles = pattern.block_size // sizes["block_m"]
     stretches = {"num_splits": lines.num_splits, "split_blocks": lines.split_blocks}
-    rows = {"num_rows": pattern.num_rows, "width": pattern.indices.shape[-1]}
+    rows = {"num_rows": pattern.num_rows, "width": pattern.indices.shape[-1], "num_sequences": num_sequences}
     strides = _strides(query=call.query, key=call.key, value=call.value, output=output)
-    num_heads = sizes["num_heads"]
-    num_tiles = row_tiles * (pattern.num_dense_rows * lines.num_splits + pattern.num_rows)
-    grid = num_tiles, num_heads, num_sequences // num_heads
-    attend = CachedLaunch(forward_kernel, grid, sizes | strides | stretches | rows)
+    num_lines = pattern.num_dense_rows * lines.num_splits + pattern.num_rows
+    attend = CachedLaunch(forward_kernel, _grid(call, num_lines * row_tiles), sizes | strides | stretches | rows)
     merge = None
     if lines.num_tokens:
         rest = {
@@ -244,7 +247,7 @@ def _cut_backward(
     grad_query, grad_key, grad_value = grads
 
     sizes = _sizes(call, "query_gradient")
-    num_sequences, head_dim, size = sizes["num_sequences"], sizes["head_dim"], pattern.block_size
+    num_sequences, head_dim, size = call.query.shape[0] * call.query.shape[1], call.query.shape[3], pattern.block_size
     # The workspace: what stretches leave of queries, keys and values, then the sums of output times gradient.
     parts = [num_sequences * each.num_splits * each.num_tokens * head_dim for each in (dense, columns, columns)]
     parts_at = {"key_part_at": parts[0], "value_part_at": parts[0] + parts[1]}
@@ -252,7 +255,7 @@ def _cut_backward(
     lines = pattern.num_dense_rows * dense.num_splits + pattern.num_rows
     query_gradient = CachedLaunch(
         query_gradient_kernel,
-        (num_sequences * lines * (size // sizes["block_m"]),),
+        _grid(call, lines * (size // sizes["block_m"])),
         {
             **(sizes | inputs | _strides(output=output, grad_query=grad_query) | delta_at),
             "num_rows": pattern.num_rows,
@@ -267,7 +270,7 @@ def _cut_backward(
     lines = pattern.num_global * columns.num_splits + pattern.num_key_blocks - pattern.num_global
     key_gradient = CachedLaunch(
         key_gradient_kernel,
-        (num_sequences * lines * (size // sizes["block_n"]),),
+        _grid(call, lines * (size // sizes["block_n"])),
         {
             **(sizes | inputs | _strides(grad_key=grad_key, grad_value=grad_value) | parts_at | delta_at),
             "num_columns": pattern.num_key_blocks,

@@ -27,7 +27,6 @@ from attn_zoo.kernels.blocks.triton.addressing import (
 from attn_zoo.kernels.blocks.triton.kept_weights import is_kept, sequence_words
 
 SIZES = [
-    "num_sequences",
     "num_heads",
     "query_len",
     "key_len",
@@ -69,7 +68,6 @@ def query_gradient_kernel(
     drop_bound,
     keep_scale,
     scale,
-    num_sequences,
     num_heads,
     query_len,
     key_len,
@@ -108,10 +106,9 @@ def query_gradient_kernel(
         indices: int32 `[B or 1, P, R, W]`; the further arguments are the forward kernel's.
     """
     row_tiles: tl.constexpr = block_size // block_m
-    is_split, sequence, tile, split = find_tile(
-        tl.program_id(0), num_dense_rows * row_tiles, num_rows * row_tiles, num_splits, num_sequences
-    )
-    batch, head = sequence // num_heads, sequence % num_heads
+    is_split, tile, split = find_tile(tl.program_id(0), num_dense_rows * row_tiles, num_splits)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    sequence = batch * num_heads + head
     block = tile // row_tiles
     first_place, last_place, num_leading, entries = row_list(
         indices,
@@ -130,6 +127,7 @@ def query_gradient_kernel(
         block_size,
         is_causal,
     )
+    bound = num_leading + tl.where(is_split, 0, width)
 
     within, features = tl.arange(0, block_m), tl.arange(0, head_dim)
     first_query = tile * block_m
@@ -177,8 +175,10 @@ def query_gradient_kernel(
     depth: tl.constexpr = None if is_masked_everywhere else 1  # one block more needs no buffers of its own
     for is_masked in tl.static_range(1 if is_masked_everywhere else 0, 2 if is_masked_somewhere else 1):
         start, stop = middle_place if is_masked else first_place, last_place if is_masked else middle_place
+        key_block = block_at(entries, start, num_leading, bound, 0)
         for step in tl.range(start * key_tiles, stop * key_tiles, num_stages=depth if is_masked else None):
-            first = block_at(entries, step // key_tiles, num_leading, 0) * block_size + step % key_tiles * block_n
+            first = key_block * block_size + step % key_tiles * block_n
+            key_block = block_at(entries, (step + 1) // key_tiles, num_leading, bound, 0)
             key_at = first + key_within
             is_key = key_at < key_len
             if has_padding:
