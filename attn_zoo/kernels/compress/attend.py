@@ -6,6 +6,7 @@ which has as much to do for a node as for four launches. What comes between them
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from typing import Any
 
@@ -39,9 +40,11 @@ def attend_compressed(
         ValueError: shapes, dtypes or devices of what is compressed do not fit.
     """
     (key, value), (e, f) = tokens, matrices
-    if torch.is_grad_enabled() and query.is_cuda and not torch.compiler.is_compiling():
-        signature = kind_of(query, key, value, e, f, key_padding_mask)
-        kind = remembered(_kinds, signature, lambda: object() if _is_one_node(query, tokens, matrices) else None)
+    if torch.is_grad_enabled() and (query.is_cuda or _IS_INTERPRETED) and not torch.compiler.is_compiling():
+        signature = e is f, kind_of(query, key, value, e, f, key_padding_mask)
+        kind = remembered(
+            _kinds, signature, lambda: object() if _is_one_node(query, tokens, matrices, key_padding_mask) else None
+        )
         if kind is not None and key is not value and not torch.is_autocast_enabled("cuda"):
             learned = (e,) if e is f else matrices
             output: Tensor = _AttendCompressed.apply(kind, key_padding_mask, query, key, value, *learned)
@@ -50,19 +53,21 @@ def attend_compressed(
     return exact_attention(query, key, value, score_bias=_no_bias)
 
 
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _kinds: dict[Hashable, Hashable] = {}
 
 
-def _is_one_node(query: Tensor, tokens: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor]) -> bool:
-    if not HAS_TRITON or path_of_pair(tokens, matrices, None, "auto") != "triton":
+def _is_one_node(
+    query: Tensor, tokens: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], mask: Tensor | None
+) -> bool:
+    if not HAS_TRITON or path_of_pair(tokens, matrices, mask, "auto") != "triton":
         return False
     from attn_zoo.kernels.exact import few_keys_gradient
 
-    key = tokens[0]
+    key, rank = tokens[0], matrices[0].shape[-1]
     is_alike = query.dtype == key.dtype and query.shape[:2] == key.shape[:2] and query.stride(-1) == 1
-    return (
-        is_alike and few_keys_gradient.why_not(query, key.new_empty(*key.shape[:2], matrices[0].shape[-1], 1)) is None
-    )
+    compressed = key.new_empty(*key.shape[:2], rank, key.shape[3])
+    return is_alike and few_keys_gradient.why_not(query, compressed) is None
 
 
 class _AttendCompressed(torch.autograd.Function):
@@ -75,6 +80,7 @@ class _AttendCompressed(torch.autograd.Function):
         from attn_zoo.kernels.compress.triton_launch import compress
 
         note_path("compress.triton")
+        note_path("few_keys.triton")
         rows = compress(CompressCall((key, value), matrices, mask, kind))
         ctx.save_for_backward(query, *rows, mask, key, value, *matrices)
         ctx.kind, ctx.addresses = kind, addresses_of(mask, key, value, *matrices)

@@ -41,8 +41,9 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], options: dict[s
         elif name in TOKENS:
             signature[name], attributes[place,] = f"*{dtype}", ALIGNED
         elif name.endswith("_strides"):
-            signature[name] = Strides(*["i32"] * 3)  # type: ignore[arg-type]
-            attributes |= {(place, part): ALIGNED for part in range(3)}
+            signature[name] = Strides("i32", "i32", "constexpr")  # type: ignore[arg-type]
+            attributes |= {(place, part): ALIGNED for part in range(2)}
+            fixed[place, 2] = constants["head_dim"]  # heads one after another
         elif name in FLOATS | TABLES:
             signature[name] = "*fp32" if name in FLOATS else "*i32"
             attributes[place,] = ALIGNED

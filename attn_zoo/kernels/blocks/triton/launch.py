@@ -74,12 +74,12 @@ class Tiles:
 # lets no two products be under way (its note C7512). Resident programs on a multiprocessor, as registers and shared
 # memory allow:
 _TILES: dict[tuple[Kernel, int], Tiles] = {
-    ("forward", 64): Tiles(64, 64, 4, 3, max_registers=112),  # 112 registers, 56 KiB: 4
-    ("forward", 128): Tiles(64, 64, 4, 3),  # 159, 80 KiB: 2
-    ("query_gradient", 64): Tiles(64, 64, 4, 3, max_registers=128),  # 127 (135 if it may), 48 KiB: 4
-    ("query_gradient", 128): Tiles(64, 64, 4, 2),  # 208, 96 KiB: 2; masked 255, 96 KiB, with 3 stages 128
-    ("key_gradient", 64): Tiles(64, 64, 4, 3, max_registers=168),  # 168 (216 if it may), 49 KiB: 3
-    ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 234, 64 KiB: 2; with 64 queries it spills
+    ("forward", 64): Tiles(64, 64, 4, 3, max_registers=112),  # 110 registers, 56 KiB: 4
+    ("forward", 128): Tiles(64, 64, 4, 3),  # 168, 112 KiB: 2
+    ("query_gradient", 64): Tiles(64, 64, 4, 3),  # 124, 64 KiB: 3
+    ("query_gradient", 128): Tiles(64, 64, 4, 2),  # 180, 96 KiB: 2
+    ("key_gradient", 64): Tiles(64, 64, 4, 3, max_registers=168),  # 168 (more if it may), 65 KiB: 3
+    ("key_gradient", 128): Tiles(32, 64, 4, 3),  # 226, 80 KiB: 2; with 64 queries it spills
 }
 
 
