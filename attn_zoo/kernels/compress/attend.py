@@ -43,9 +43,9 @@ def attend_compressed(
     if torch.is_grad_enabled() and (query.is_cuda or _IS_INTERPRETED) and not torch.compiler.is_compiling():
         signature = e is f, kind_of(query, key, value, e, f, key_padding_mask)
         kind = remembered(
-            _kinds, signature, lambda: object() if _is_one_node(query, tokens, matrices, key_padding_mask) else None
+            _kinds, signature, lambda: _is_one_node(query, tokens, matrices, key_padding_mask) and object()
         )
-        if kind is not None and key is not value and not torch.is_autocast_enabled("cuda"):
+        if kind is not False and key is not value and not torch.is_autocast_enabled("cuda"):
             learned = (e,) if e is f else matrices
             output: Tensor = _AttendCompressed.apply(kind, key_padding_mask, query, key, value, *learned)
             return output

@@ -86,7 +86,8 @@ def compress_pair(
         UnsupportedError: the named path cannot serve this call.
     """
     (one, other), (e, f) = tokens, matrices
-    if path == "auto" and _is_small(one, e) and one.shape == other.shape and e.shape == f.shape:  # first: it is short
+    if path == "auto" and _is_small(one, e) and one.shape == other.shape and e.shape == f.shape:
+        # Such calls take about as long as all that is decided below.
         note_path("compress.chunked")
         _check(one, e, key_padding_mask)
         first = products.multiply(one, e, key_padding_mask)
@@ -96,7 +97,7 @@ def compress_pair(
         return first, products.multiply(other, f, key_padding_mask)
     if torch.compiler.is_compiling():
         name, kind = path_of_pair(tokens, matrices, key_padding_mask, path), None
-    else:  # one look for all that is decided: in a short call the host has more to do than a GPU
+    else:  # decided once for calls of a kind: below some ten thousand tokens a GPU waits for the host
         signature = path, one is other, e is f, kind_of(one, other, e, f, key_padding_mask)
         name, kind = remembered(
             _kinds, signature, lambda: (path_of_pair(tokens, matrices, key_padding_mask, path), object())

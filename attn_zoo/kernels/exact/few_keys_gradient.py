@@ -60,9 +60,6 @@ def few_keys_kernel(
     key_strides,
     value,
     value_strides,
-    output,
-    output_strides,
-    lse,
     grad_output,
     grad_output_strides,
     grad_query,
@@ -84,7 +81,6 @@ def few_keys_kernel(
     is_ragged: tl.constexpr,
     is_masked: tl.constexpr,
     is_whole: tl.constexpr,
-    has_saved: tl.constexpr,
     has_short_products: tl.constexpr,
     of_keys: tl.constexpr,
     of_values: tl.constexpr,
@@ -92,16 +88,14 @@ def few_keys_kernel(
     """Compute all gradients from one stretch of queries of one sequence and head.
 
     Args:
-        query: `[B, H, L, D]`; so `grad_output`, `grad_query` and, where it was saved, `output`.
+        query: `[B, H, L, D]`; so `grad_output`, `grad_query`.
         key: `[B, H, S, D]`; so `value`, `grad_key`, `grad_value`, whose strides follow.
-        lse: float32 `[B, H, L]`, where it was saved: natural log-sum-exp of the scores.
         part: float32 `[B, H, stretches, 2, S, D]`, written unless `is_whole`: sums of keys, then of values, with S
             rounded up.
         num_tiles: of a stretch.
         is_ragged: the last tile has fewer queries.
         is_masked: there are fewer keys than `block_k`.
         is_whole: a sequence is one stretch, whose sums are the gradients.
-        has_saved: read `output` and `lse` instead of computing their sums again.
         has_short_products: multiply weights and slopes in the type of the inputs.
         of_keys: write the gradients of keys and of queries.
         of_values: write the gradient of values.
@@ -127,9 +121,6 @@ def few_keys_kernel(
     query_start = sequence_start(query, query_strides, batch, head)
     grad_start = sequence_start(grad_output, grad_output_strides, batch, head)
     target_start = sequence_start(grad_query, grad_query_strides, batch, head)
-    if has_saved:
-        output_start = sequence_start(output, output_strides, batch, head)
-        lse += sequence.to(tl.int64) * query_len
 
     # A product whose result goes into another one, in code that always runs, gets a layout that gives every warp rows
     # of its own, of which 64 queries have too few: half of the warps would compute what the others do. The compiler
@@ -144,28 +135,20 @@ def few_keys_kernel(
         is_query = first + within < query_len
         queries = load_tile(query_start, query_strides.token, first, within, features, is_query, is_ragged)
         grads = load_tile(grad_start, grad_output_strides.token, first, within, features, is_query, is_ragged)
-        if has_saved:
-            outputs = load_tile(output_start, output_strides.token, first, within, features, is_query, is_ragged)
-            delta = tl.sum(outputs.to(tl.float32) * grads.to(tl.float32), 1)
-            pivot = tl.load(lse + first + within, mask=is_query, other=0.0) * LOG2_E
         weights = tl.zeros([block_q, block_k], query.dtype.element_ty)
         if always:
             scores = tl.dot(queries, tl.trans(keys))
             if is_masked:
                 scores = tl.where(is_key[None, :], scores, float("-inf"))
-            if has_saved:
-                weights = tl.exp2(scores * score_scale - pivot[:, None]).to(queries.dtype)
-            else:
-                exponentials = tl.exp2(scores * score_scale - (tl.max(scores, 1) * score_scale)[:, None])
-                weights = (exponentials * (1.0 / tl.sum(exponentials, 1))[:, None]).to(queries.dtype)
+            exponentials = tl.exp2(scores * score_scale - (tl.max(scores, 1) * score_scale)[:, None])
+            weights = (exponentials * (1.0 / tl.sum(exponentials, 1))[:, None]).to(queries.dtype)
         if of_values:
             value_sums = tl.dot(tl.trans(grads), weights, value_sums)
         if of_keys:
             slopes = weights  # of the scores; in the registers of the weights, of which nothing is left to do
             if always:
                 of_weights = tl.dot(grads, tl.trans(values))
-                if not has_saved:
-                    delta = tl.sum(weights.to(tl.float32) * of_weights, 1)
+                delta = tl.sum(weights.to(tl.float32) * of_weights, 1)
                 if has_short_products:
                     slopes = weights * (of_weights - delta[:, None]).to(queries.dtype)
                 else:
@@ -322,18 +305,15 @@ _kept: dict[Hashable, _Launches] = {}
 def _cut(
     grad: Tensor,
     inputs: tuple[Tensor, Tensor, Tensor],
-    output: Tensor | None,
     grads: tuple[Tensor, Tensor, Tensor],
-    tiles: Tiles | None = None,
 ) -> _Launches:
     query, key, value = inputs
     batch_size, num_heads, query_len, head_dim = query.shape
     key_len, num_sequences = key.shape[2], batch_size * num_heads
-    tiles = tiles_of(key_len, head_dim) if tiles is None else tiles
+    tiles = tiles_of(key_len, head_dim)
     slots = _device(query.get_device())[1] * tiles.residents
     num_stretches, num_tiles = stretches_of(-(-query_len // BLOCK_Q), num_sequences, slots)
     tensors = {"query": query, "key": key, "value": value, "grad_output": grad}
-    tensors |= {"output": query if output is None else output}
     tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=True))
     sizes = {"num_heads": num_heads, "key_len": key_len, "num_stretches": num_stretches}
     tile = {"block_k": tiles.block_k, "head_dim": head_dim}
@@ -348,7 +328,6 @@ def _cut(
         "is_ragged": query_len % BLOCK_Q != 0,
         "is_masked": key_len < tiles.block_k,
         "is_whole": num_stretches == 1,
-        "has_saved": output is not None,
         "has_short_products": query.dtype in SHORT_PRODUCTS,
         "num_warps": tiles.num_warps,
     }
@@ -367,10 +346,6 @@ def gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    output: Tensor | None = None,
-    lse: Tensor | None = None,
-    *,
-    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of softmax attention without a mask, each in its input's layout.
 
@@ -379,9 +354,6 @@ def gradients(
         query: `[B, H, L, D]`; features lie side by side in all inputs.
         key: `[B, H, S, D]`.
         value: `[B, H, S, D]`.
-        output: `[B, H, L, D]`, with `lse`: read instead of computing their sums again.
-        lse: float32 `[B, H, L]` or `[B, H, L, 1]`, contiguous: natural log-sum-exp of the scores.
-        tiles: other than `tiles_of` says, to time them; nothing is remembered then.
     """
     grads = grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     if query.numel() == 0:
@@ -389,15 +361,11 @@ def gradients(
     if grad.stride(-1) != 1:  # such as one number, expanded
         grad = grad.contiguous()
     inputs = query, key, value
-    launches = remembered(
-        _kept,
-        kind_of(grad, *inputs, output, lse) if tiles is None else None,
-        lambda: _cut(grad, inputs, output, grads, tiles),
-    )
+    launches = remembered(_kept, kind_of(grad, *inputs), lambda: _cut(grad, inputs, grads))
     part = query.new_empty(launches.num_parts, dtype=torch.float32) if launches.num_parts else None
     with on_device_of(query):
         for walk in launches.walks:
-            walk(*inputs, output, lse, grad, *grads, part)
+            walk(*inputs, grad, *grads, part)
         if launches.add is not None:
             assert part is not None
             launches.add(part, grad_key, grad_value)

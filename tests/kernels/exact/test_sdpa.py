@@ -98,7 +98,9 @@ def test_on_a_gpu_padded_keys_are_packed_where_they_can_be(monkeypatch, served):
     assert choose(plain._replace(query=tensor(1))) == "flash", "cuDNN would plan for every token"
     assert choose(plain._replace(query=few, is_causal=True)) == ("varlen" if served else "efficient")
     short = padded._replace(query=few, key=few, value=few, key_padding_mask=half_padded(4096))
-    assert choose(short._replace(query=tensor(64))) == "cudnn", "the host would take longer than it saves"
+    small = short._replace(query=tensor(64))
+    assert choose(small) == "efficient", "packing, or a plan of cuDNN, would take longer than it saves"
+    assert choose(small._replace(key_padding_mask=None)) == "cudnn", "which torch takes there too"
     assert choose(short._replace(query=tensor(64)), is_compiled=True) == packed
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert choose(padded) == "cudnn", "who switches flash off gets none"
