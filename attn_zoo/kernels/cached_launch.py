@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -114,12 +115,14 @@ def _by_driver(
     pointers = (ctypes.c_void_p * len(places))(*[ctypes.addressof(data) + 8 * place for place in places])
     shape = *blocks, 32 * num_warps, 1, 1, shared_bytes
     function, stream_of = compiled.function, driver.active.get_current_stream
-    fill = struct.Struct(f"{num_tensors}Q").pack_into
+    fill, lock = struct.Struct(f"{num_tensors}Q").pack_into, Lock()
 
     # `compiled` is kept, as its end would unload the function.
     def straight(device: int, addresses: tuple[int, ...], _keeps: Any = compiled) -> int:
-        fill(data, 0, *addresses)
-        return launch(function, *shape, stream_of(device), pointers, None)
+        stream = stream_of(device)
+        with lock:  # the driver has read what lies there when it returns; until then no other thread may write there
+            fill(data, 0, *addresses)
+            return launch(function, *shape, stream, pointers, None)
 
     return straight
 
@@ -137,7 +140,7 @@ def _flat(kinds: Any, value: Any) -> Iterator[tuple[str, Any]]:
 def _driver() -> Callable[..., int] | None:
     """Return the function of CUDA's driver that launches a kernel, or None where there is no such driver.
 
-    It holds Python's lock, so that no other thread writes addresses before the driver has read them.
+    It keeps Python's lock, which to give up and to get back takes longer than a launch.
     """
     try:
         launch: Any = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
@@ -181,6 +184,11 @@ def _watchers() -> Sequence[Any]:
 def addresses_of(*tensors: Tensor | None) -> tuple[int, ...]:
     """Return where tensors begin, 0 for None."""
     return tuple([0 if x is None else x.data_ptr() for x in tensors])
+
+
+def places_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
+    """Return where and how tensors lie: the same for tensors that nobody has moved."""
+    return tuple([x if x is None else (x.data_ptr(), x.stride()) for x in tensors])
 
 
 def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:

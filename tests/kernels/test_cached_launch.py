@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from attn_zoo import BuildContext, build_attention
 from attn_zoo.kernels import cached_launch
-from attn_zoo.kernels.cached_launch import CachedLaunch, kind_of, remembered
+from attn_zoo.kernels.cached_launch import CachedLaunch, kind_of, places_of, remembered
 
 
 class Kernel:
@@ -128,6 +130,30 @@ def test_cuda_is_given_the_numbers_of_the_first_launch_and_the_addresses_of_this
         assert values == [query.data_ptr(), 2**40, -3, 7, 0.125, output.data_ptr(), True, None, None]
 
 
+def test_threads_that_launch_the_same_kernel_do_not_exchange_their_addresses(monkeypatch):
+    """One writes them while the other is between that and the driver."""
+    monkeypatch.setattr(pytest.importorskip("triton.runtime").driver, "_active", Driver())
+    seen: list[tuple[int, int]] = []
+
+    def driver(*given: Any) -> int:
+        query = ctypes.c_void_p.from_address(given[9][0])
+        before = query.value
+        time.sleep(0.002)  # who writes meanwhile is seen
+        seen.append((before or 0, query.value or 0))
+        return 0
+
+    monkeypatch.setattr(cached_launch, "_driver", lambda: driver)
+    launch = CachedLaunch(ForCuda(is_compiled=True), (4, 2), REST)
+    launch(torch.zeros(1), None, torch.zeros(1))
+    kept = [torch.zeros(1) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for query in kept * 5:
+            pool.submit(launch, query, None, kept[0])
+    assert len(seen) == 40
+    assert all(before == after for before, after in seen)
+    assert {before for before, _ in seen} == {query.data_ptr() for query in kept}
+
+
 @pytest.mark.parametrize(
     "change", [{"launch_pdl": True}, {"global_scratch_size": 128}, {"launch_cooperative_grid": True}]
 )
@@ -187,6 +213,13 @@ def test_a_kind_is_all_that_a_kernel_is_compiled_for():
     assert len({kind_of(x) for x in kinds}) == len(kinds)
     assert kind_of(base[4:36].view(4, 8)) == kind_of(aligned)  # 16 bytes further
     assert kind_of(aligned, None) != kind_of(None, aligned)
+
+
+def test_who_comes_back_to_the_same_address_laid_out_otherwise_was_moved():
+    base = torch.zeros(64)
+    assert places_of(base, None) == places_of(base.view(64), None)
+    places = [places_of(base.view(8, 8)), places_of(base.view(8, 8).T[:, :1]), places_of(base[1:]), places_of(None)]
+    assert len(set(places)) == 4
 
 
 def test_no_more_than_so_many_kinds_are_remembered(monkeypatch):

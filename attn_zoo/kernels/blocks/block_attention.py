@@ -25,7 +25,7 @@ from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_d
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
-from attn_zoo.kernels.cached_launch import addresses_of, kind_of, remembered
+from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.once_differentiable import once_differentiable
 
@@ -95,7 +95,7 @@ class _BlockAttention(torch.autograd.Function):
         is_read = lse is not None and not (path == "gather" and call.has_lse)
         saved = query, key, value, padding, output if is_read else None, lse if is_read else None
         ctx.save_for_backward(*saved)
-        ctx.path, ctx.rest, ctx.addresses = path, rest, addresses_of(*saved)
+        ctx.path, ctx.rest, ctx.places = path, rest, places_of(*saved)
         ctx.set_materialize_grads(False)
         return output, lse if call.has_lse else None
 
@@ -104,7 +104,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         # Hooks on saved tensors, such as those that offload them, may change how they lie in memory.
         *inputs, output, lse = saved = ctx.saved_tensors
-        call, is_moved = BlockCall(*inputs, *ctx.rest), addresses_of(*saved) != ctx.addresses
+        call, is_moved = BlockCall(*inputs, *ctx.rest), places_of(*saved) != ctx.places
         gradients = _backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved)
         return *gradients, None, None, None
 

@@ -58,6 +58,7 @@ _GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLEX_MIN_HEAD_DIM = 16
 _FLEX_MIN_BLOCK_SIZE = 16
 _TRITON_SIZES = (16, 32, 64, 128)  # a matrix product has 16 rows at least, and tiles have to fit into shared memory
+_MOST_PROGRAMS = 65_535  # of a grid's second and third dimension
 _TRITON_CAPABILITY = (8, 0)  # Ampere, for bfloat16 and asynchronous copies
 
 
@@ -131,8 +132,10 @@ def choose_path(
 ) -> Backend:
     """Return the path that serves a call, inside a graph of torch's compiler or not; see `block_sparse_attention`."""
     sizes = query.device, query.dtype, query.shape[-1], block_size
+    most = max(query.shape[0], query.shape[1])
+    too_many = f"backend 'triton' takes at most {_MOST_PROGRAMS} sequences and heads; got {most}"
     reasons: dict[str, Callable[[], str | None]] = {
-        "triton": lambda: why_not_triton(*sizes),
+        "triton": lambda: too_many if most > _MOST_PROGRAMS else why_not_triton(*sizes),
         "flex": lambda: _NOT_COMPILED if is_compiled else why_not_flex(*sizes, dropout_p, needs_grad=needs_grad),
         "gather": lambda: None,
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.cached_launch import addresses_of, kind_of, remembered
+from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
 from attn_zoo.kernels.compress.compression import HAS_TRITON, compress_pair, path_of_pair
 from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.exact.sdpa import exact_attention
@@ -80,10 +80,9 @@ class _AttendCompressed(torch.autograd.Function):
         from attn_zoo.kernels.compress.triton_launch import compress
 
         note_path("compress.triton")
-        note_path("few_keys.triton")
         rows = compress(CompressCall((key, value), matrices, mask, kind))
         ctx.save_for_backward(query, *rows, mask, key, value, *matrices)
-        ctx.kind, ctx.addresses = kind, addresses_of(mask, key, value, *matrices)
+        ctx.kind, ctx.places = kind, places_of(mask, key, value, *matrices)
         return exact_attention(query, *rows, score_bias=_no_bias)
 
     @staticmethod
@@ -92,8 +91,9 @@ class _AttendCompressed(torch.autograd.Function):
         from attn_zoo.kernels.compress.triton_launch import gradients
         from attn_zoo.kernels.exact import few_keys_gradient
 
+        note_path("few_keys.triton")
         query, first, second, mask, key, value, *matrices = ctx.saved_tensors
-        kind = ctx.kind if addresses_of(mask, key, value, *matrices) == ctx.addresses else None  # moved by hooks
+        kind = ctx.kind if places_of(mask, key, value, *matrices) == ctx.places else None  # moved by hooks
         of_query, *of_rows = few_keys_gradient.gradients(grad, query, first, second)
         call = CompressCall((key, value), tuple(matrices), mask, kind)
         _, _, _, *needed = ctx.needs_input_grad

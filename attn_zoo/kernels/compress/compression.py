@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.cached_launch import addresses_of, kind_of, remembered
+from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
 from attn_zoo.kernels.compress import products
 from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.once_differentiable import once_differentiable
@@ -280,7 +280,7 @@ class _Compress(torch.autograd.Function):
     def forward(
         ctx: Any, path: str, num_tokens: int, kind: Hashable, mask: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.path, ctx.num_tokens, ctx.kind, ctx.addresses = path, num_tokens, kind, _addresses_of(mask, *tensors)
+        ctx.path, ctx.num_tokens, ctx.kind, ctx.places = path, num_tokens, kind, _places_of(mask, *tensors)
         ctx.save_for_backward(mask, *tensors)
         return _forward(path, CompressCall(tensors[:num_tokens], tensors[num_tokens:], mask, kind))
 
@@ -289,7 +289,7 @@ class _Compress(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mask, *tensors = saved = ctx.saved_tensors
         num_tokens = ctx.num_tokens
-        kind = ctx.kind if _addresses_of(*saved) == ctx.addresses else None  # hooks on saved tensors may move them
+        kind = ctx.kind if _places_of(*saved) == ctx.places else None  # hooks on saved tensors may move them
         call = CompressCall(tuple(tensors[:num_tokens]), tuple(tensors[num_tokens:]), mask, kind)
         _, _, _, _, *needed = ctx.needs_input_grad
         of_tokens, of_matrices = True in needed[:num_tokens], True in needed[num_tokens:]
@@ -299,8 +299,8 @@ class _Compress(torch.autograd.Function):
         return None, None, None, None, *before, *found, *after
 
 
-def _addresses_of(*tensors: Tensor | None) -> tuple[int, ...] | None:
-    return None if torch.compiler.is_compiling() else addresses_of(*tensors)
+def _places_of(*tensors: Tensor | None) -> tuple[Hashable, ...] | None:
+    return None if torch.compiler.is_compiling() else places_of(*tensors)
 
 
 def pool_windows(

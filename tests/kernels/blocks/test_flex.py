@@ -262,6 +262,19 @@ def test_no_graph_of_the_compiler_holds_flex(monkeypatch: pytest.MonkeyPatch):
         call.choose_path(query, *rest, "flex", False, is_compiled=True)
 
 
+def test_a_grid_of_triton_holds_so_many_sequences_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(call, "why_not_triton", lambda *_: None)
+    for shape, path in (
+        ((65_535, 2, 16, 16), "triton"),
+        ((65_536, 2, 16, 16), "gather"),
+        ((2, 65_536, 16, 16), "gather"),
+    ):
+        query = torch.empty(shape, device="meta")
+        assert call.choose_path(query, 16, 0.0, "auto", False, is_compiled=False) == path
+    with pytest.raises(UnsupportedError, match="at most 65535 sequences and heads; got 65536"):
+        call.choose_path(query, 16, 0.0, "triton", False, is_compiled=False)
+
+
 def test_lists_are_made_once_for_a_pattern():
     """Making them waits for the device, and a training step must not."""
     pattern = drawn_pattern(make_layout(256), 2, (0, 0))

@@ -85,7 +85,7 @@ def test_interpreted_it_is_the_equation(interpreted: Any, has_padding: bool, num
     matrices, mask = matrices[:num_matrices], padding() if has_padding else None
     with recording() as paths:
         found = results(tokens, matrices, grad, mask)
-    assert paths[:2] == ["compress.triton", "few_keys.triton"]
+    assert (paths[0], paths[-1]) == ("compress.triton", "few_keys.triton")
     agree(found, tokens, matrices, grad, mask)
     if mask is not None:  # whatever is stored there
         spoilt = [tokens[0], *(x.detach().masked_fill(mask[:, None, :, None], torch.nan) for x in tokens[1:])]
@@ -152,7 +152,7 @@ def test_on_the_gpu_it_is_the_equation_and_can_be_captured(dtype: torch.dtype, n
     matrices = matrices[:num_matrices]
     with recording() as paths:
         found = results(tokens, matrices, grad, None)
-    assert paths[:2] == ["compress.triton", "few_keys.triton"]
+    assert (paths[0], paths[-1]) == ("compress.triton", "few_keys.triton")
     agree(found, tokens, matrices, grad, None)
     again = results(tokens, matrices, grad, None)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
