@@ -117,10 +117,13 @@ def test_one_graph_on_a_gpu(name, dropout_p):
     attention = build_attention(name, build).cuda().bfloat16()
     inputs = [torch.randn(2, 2, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     found = []
-    for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
-        torch.manual_seed(1)
-        output = call(*inputs)
-        found.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+    with recording() as paths:
+        for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+            torch.manual_seed(1)
+            output = call(*inputs)
+            found.append([x.detach() for x in (output, *torch.autograd.grad(output.square().sum(), inputs))])
     for plain, traced in zip(*found, strict=True):
-        # Linformer's gradients come from another kernel there, which rounds in other places.
-        assert float((traced - plain).detach().norm()) <= 1e-2 * float(plain.detach().norm())
+        if "few_keys.triton" in paths:  # no graph of the compiler has it; another kernel rounds in other places
+            assert float((traced - plain).norm()) <= 1e-2 * float(plain.norm())
+        else:
+            torch.testing.assert_close(traced, plain)
