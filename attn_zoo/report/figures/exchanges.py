@@ -61,7 +61,7 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         draw_mark(axes, value)
         taken.append(line_box(axes, *((end, value) for end in axes.get_xlim())))
     names = [PointName(MEAN, MUTED, control, equal, 3.5)]
-    axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=4)
+    axes.plot([control], [equal], marker="x", ms=6, color=MUTED, zorder=4, clip_on=False)  # whole at the frame too
     for score, error, across, tip in points:
         look, tag = looks[score.label], Tag(of=score.name)
         style: dict[str, Any] = {"color": look.colour, "lw": 1.0, "alpha": 0.6, "zorder": 2}
@@ -72,9 +72,8 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         if across is not None:
             taken.append(line_box(axes, *((end, score.mean) for end in across)))
             draw_intervals(axes, [(score.mean, across)], (LEAST / 2, math.inf), is_flat=True, tag=tag, **style)
-        mark = axes.plot(
-            [error], [score.mean], marker=look.marker, ms=7, mec="white", mew=0.7, color=look.colour, zorder=3
-        )
+        dot: dict[str, Any] = {"marker": look.marker, "ms": 7, "mec": "white", "mew": 0.7, "clip_on": False}
+        mark = axes.plot([error], [score.mean], color=look.colour, zorder=3, **dot)
         Tag(of=score.name, tips=(tip,)).put_on(*mark)
         names.append(PointName(plain(score.name, 30), look.colour, error, score.mean, 3.5, of=score.name))
     frame = (inside.x0 + 2, inside.y0 + 2, inside.x1 + 26, inside.y1 + 8)
