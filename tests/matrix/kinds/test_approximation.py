@@ -251,11 +251,15 @@ def test_what_changes_its_inputs_at_its_own_length_has_no_error(monkeypatch):
 
 
 def test_results_from_before_keep_their_keys():
-    folder = Path(__file__).parents[3] / "results" / "xeon-avx512-2cores" / "replacement-cpu" / "cells"
+    folder = Path(__file__).parents[3] / "results" / "xeon-avx512-2cores" / "quick" / "cells"
     files = sorted(folder.glob("*.json"))
     assert files
     for file in files:
-        assert Record.from_dict(json.loads(file.read_text())).cell.key == file.stem
+        fields = json.loads(file.read_text())
+        del fields["checksum"]
+        for name in ("inputs", "replaces", "adapt_steps"):  # of kinds that came later
+            assert not fields["cell"].pop(name)
+        assert Record.from_dict(fields).cell.key == file.stem
 
 
 @pytest.mark.gpu
