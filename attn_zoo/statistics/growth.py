@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians, paired_ratios
+from attn_zoo.statistics.medians import TAILS, Samples, Sizes, log_medians, log_ratio
 
 NOISE_FLOOR = 2e-3
 """Relative error below which a fit counts as perfect: nothing we time repeats better than that."""
@@ -225,8 +225,8 @@ def crossover(
     """Find the length from which x costs less than the baseline, and keeps costing less up to the longest length.
 
     The log ratio of medians is interpolated linearly in log length. Curves that cross several times count by the last
-    crossing from more to less expensive. The interval comes from resampling both curves; of a length at which both were
-    timed in turns, from resampling the ratios of their rounds, which a slow round does not change.
+    crossing from more to less expensive. The interval comes from resampling the ratio of every length as `time_ratio`
+    does: by rounds where both were timed in turns.
 
     Args:
         samples_x: samples by length.
@@ -245,21 +245,24 @@ def crossover(
     common = sorted(set(samples_x) & set(samples_baseline))
     if not common:
         raise ValueError(f"expected a length in common; got {sorted(samples_x)} and {sorted(samples_baseline)}")
-    own, own_sizes = {n: samples_x[n] for n in common}, dict(sizes_x or {})
-    baseline, its_sizes = {n: samples_baseline[n] for n in common}, dict(sizes_baseline or {})
-    for n in {*common} & {*paired}:  # a ratio, beside a baseline of one
-        own[n], own_sizes[n] = paired_ratios(own[n], baseline[n], own_sizes.get(n, ()), its_sizes.pop(n, ()))
-        baseline[n] = (1.0,)
-    _, logs_x, resampled_x = log_medians(own, 0, own_sizes)
-    _, logs_baseline, resampled_baseline = log_medians(baseline, 1, its_sizes)
-    log_lengths = np.log(common)
-    point = float(_last_crossings(log_lengths, (logs_x - logs_baseline)[:, None])[0])
-    gaps = resampled_x - resampled_baseline
-    drawn = _last_crossings(log_lengths, gaps)
+    ratios = [
+        log_ratio(
+            samples_x[n],
+            samples_baseline[n],
+            is_paired=n in paired,
+            sizes_a=(sizes_x or {}).get(n, ()),
+            sizes_b=(sizes_baseline or {}).get(n, ()),
+            seed=n,
+        )
+        for n in common
+    ]
+    log_lengths, gaps = np.log(common), np.stack([resampled for _, resampled, _ in ratios])
+    point = float(_last_crossings(log_lengths, np.array([[value] for value, *_ in ratios]))[0])
+    crossings = _last_crossings(log_lengths, gaps)
     # method="lower": interpolating between a finite crossing and an infinite one has no meaning.
-    low, high = np.quantile(drawn, TAILS, method="lower")
+    low, high = np.quantile(crossings, TAILS, method="lower")
     is_crossing = bool(np.isfinite(point))
-    same = np.isfinite(drawn) if is_crossing else drawn == point
+    same = np.isfinite(crossings) if is_crossing else crossings == point
     return Crossover(
         kind="crosses" if is_crossing else ("always_faster" if point < 0 else "never_in_range"),
         length=round(float(np.exp(point)), 6) if is_crossing else None,

@@ -35,6 +35,9 @@ Sizes = Mapping[int, Sequence[int]]
 
 Processes = Sequence[NDArray[np.float64]]
 
+Middles = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp]]
+"""Of one process: pairs of ranks, lower and upper, and which pair is that of each resample."""
+
 
 def _by_process(samples: NDArray[np.float64], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
     """Return the samples of each process; all of them in one where no sizes are given.
@@ -73,7 +76,7 @@ class _Draw:
         shifts: Student's t for each resample, shuffled; None for a single process.
     """
 
-    middles: tuple[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp]], ...]
+    middles: tuple[Middles, ...]
     shifts: NDArray[np.float64] | None
 
 
@@ -95,23 +98,36 @@ def _draws(seed: int | tuple[int, int], *groups: tuple[int, ...]) -> tuple[_Draw
 
 
 def _resampled_medians(processes: Processes, draw: _Draw, *, is_log: bool = False) -> NDArray[np.float64]:
-    """Return `NUM_RESAMPLES` values that `_middle` might as well have had.
-
-    The samples of each process are drawn with replacement. With several processes the mean of each draw is also
-    multiplied by exp(t s / sqrt(k)): s is the standard deviation of the log medians of the k processes, t of Student's
-    distribution with k - 1 degrees of freedom.
-    """
-    count, columns = len(processes), []
-    for part, (lower, upper, which) in zip(processes, draw.middles, strict=True):
-        ordered = np.sort(part)  # the order of the samples does not matter
-        medians = (ordered[lower] + ordered[upper]) / 2
-        columns.append((np.log(medians) if is_log or count > 1 else medians)[which])
-    if draw.shifts is None:
-        return columns[0]
-    spread = np.log(_medians(processes)).std(ddof=1)
-    # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
-    logs: NDArray[np.float64] = sum(columns) / count + np.clip(draw.shifts * spread / count**0.5, -MAX_SHIFT, MAX_SHIFT)
+    """Return `NUM_RESAMPLES` values that `_middle` might as well have had; with several processes their shifts too."""
+    if len(processes) == 1 and not is_log:
+        return _drawn_medians(processes[0], draw.middles[0])
+    logs = _resampled_logs(processes, draw) + _shifts(np.log(_medians(processes)), draw)
     return logs if is_log else np.exp(logs)
+
+
+def _drawn_medians(part: NDArray[np.float64], middles: Middles, *, is_log: bool = False) -> NDArray[np.float64]:
+    """Return the medians of one process whose samples are drawn with replacement."""
+    lower, upper, which = middles
+    ordered = np.sort(part)  # the order of the samples does not matter
+    medians = (ordered[lower] + ordered[upper]) / 2
+    return (np.log(medians) if is_log else medians)[which]
+
+
+def _resampled_logs(processes: Processes, draw: _Draw) -> NDArray[np.float64]:
+    """Return the mean log median of the processes, the samples of each drawn with replacement."""
+    columns = [_drawn_medians(*both, is_log=True) for both in zip(processes, draw.middles, strict=True)]
+    return np.asarray(sum(columns) / len(columns))
+
+
+def _shifts(logs: NDArray[np.float64], draw: _Draw) -> NDArray[np.float64]:
+    """Return what the mean of these logs, one of each process, may be off because processes differ: t s / sqrt(k).
+
+    s is the standard deviation of the k logs, t of Student's distribution with k - 1 degrees of freedom.
+    """
+    if draw.shifts is None:
+        return np.zeros(NUM_RESAMPLES)
+    # Of two processes, the outermost of these quantiles would take a time beyond what a float holds.
+    return np.asarray(np.clip(draw.shifts * logs.std(ddof=1) / logs.size**0.5, -MAX_SHIFT, MAX_SHIFT))
 
 
 def _sizes(processes: Processes) -> tuple[int, ...]:
@@ -269,8 +285,9 @@ def time_ratio(
     callable spends its budget in fewer rounds: the rounds that only one has say nothing and are left out. The ratios
     are then treated as samples in `median_interval`.
 
-    Without pairing (two runs, two bundles) both medians are resampled for themselves. Both intervals know of processes
-    what `median_interval` knows: of one, only what differs within it.
+    Without pairing both medians are resampled for themselves. As many processes of both are pairs nevertheless: process
+    k of every cell of a run is of its round k, and what slowed the machine in that round drops out of the ratio. Both
+    intervals know of processes what `median_interval` knows: of one, only what differs within it.
 
     Args:
         samples_a: positive, in the order in which they were taken.
@@ -286,17 +303,40 @@ def time_ratio(
     >>> time_ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0, 1.0], is_paired=True)
     Ratio(value=2.0, low=2.0, high=2.0, num_pairs=3)
     """
+    value, resampled, num_pairs = log_ratio(samples_a, samples_b, is_paired=is_paired, sizes_a=sizes_a, sizes_b=sizes_b)
+    low, high = _tails(np.exp(resampled))
+    return Ratio(value=float(np.exp(value)), low=low, high=high, num_pairs=num_pairs)
+
+
+def log_ratio(
+    samples_a: Sequence[float],
+    samples_b: Sequence[float],
+    *,
+    is_paired: bool,
+    sizes_a: Sequence[int] = (),
+    sizes_b: Sequence[int] = (),
+    seed: int = 0,
+) -> tuple[float, NDArray[np.float64], int]:
+    """Return the log of `time_ratio`, of the same arguments, those resampled, and the number of pairs.
+
+    Raises:
+        ValueError: see `time_ratio`.
+    """
     first, second = _processes(samples_a, sizes_a, "samples_a"), _processes(samples_b, sizes_b, "samples_b")
     if min(float(part.min()) for part in (*first, *second)) <= 0:
         raise ValueError("expected positive samples; a time of zero has no ratio")
-    if not is_paired:
-        value = _middle(first) / _middle(second)
-        draws = _draws(0, _sizes(first), _sizes(second))
-        low, high = _tails(_resampled_medians(first, draws[0]) / _resampled_medians(second, draws[1]))
-        return Ratio(value=value, low=low, high=high, num_pairs=0)
-    ratios = _ratios_of_rounds(first, second)
-    low, high = _tails(_resampled_medians(ratios, *_draws(0, _sizes(ratios))))
-    return Ratio(value=_middle(ratios), low=low, high=high, num_pairs=sum(_sizes(ratios)))
+    if is_paired:
+        ratios = _ratios_of_rounds(first, second)
+        (draw,) = _draws(seed, _sizes(ratios))
+        return float(np.log(_middle(ratios))), _resampled_medians(ratios, draw, is_log=True), sum(_sizes(ratios))
+    draws = _draws(seed, _sizes(first), _sizes(second))
+    logs, its_logs = np.log(_medians(first)), np.log(_medians(second))
+    resampled = _resampled_logs(first, draws[0]) - _resampled_logs(second, draws[1])
+    if len(first) == len(second):
+        shifts = _shifts(logs - its_logs, draws[0])
+    else:
+        shifts = _shifts(logs, draws[0]) - _shifts(its_logs, draws[1])
+    return float(logs.mean() - its_logs.mean()), resampled + shifts, 0
 
 
 def _ratios_of_rounds(first: Processes, second: Processes) -> list[NDArray[np.float64]]:
@@ -304,21 +344,6 @@ def _ratios_of_rounds(first: Processes, second: Processes) -> list[NDArray[np.fl
         raise ValueError(f"expected pairs of as many processes; got {len(first)} and {len(second)}")
     rounds = [min(a.size, b.size) for a, b in zip(first, second, strict=True)]
     return [a[:count] / b[:count] for a, b, count in zip(first, second, rounds, strict=True)]
-
-
-def paired_ratios(
-    samples_a: Sequence[float], samples_b: Sequence[float], sizes_a: Sequence[int] = (), sizes_b: Sequence[int] = ()
-) -> tuple[list[float], tuple[int, ...]]:
-    """Return the ratios a / b of samples taken in turns, round by round, and how many are of each process.
-
-    Raises:
-        ValueError: see `time_ratio`.
-
-    >>> paired_ratios([2.0, 20.0, 3.0], [1.0, 10.0])
-    ([2.0, 2.0], (2,))
-    """
-    ratios = _ratios_of_rounds(_processes(samples_a, sizes_a, "samples_a"), _processes(samples_b, sizes_b, "samples_b"))
-    return [float(value) for part in ratios for value in part], _sizes(ratios)
 
 
 def process_spread(samples: Sequence[float], sizes: Sequence[int]) -> float | None:

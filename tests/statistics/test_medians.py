@@ -76,6 +76,35 @@ def test_a_ratio_of_two_runs_covers_one():
     assert hits / 200 >= 0.9
 
 
+def test_what_lasts_for_a_round_drops_out_of_the_ratio_of_two_cells():
+    """Rounds of a run differ by a fifth, the cells of one round by a fiftieth: twice as fast, in nine of ten runs."""
+    rng, hits, widths, apart = np.random.default_rng(6), 0, [], []
+    for _ in range(200):
+        rounds = 0.2 * rng.standard_normal(3)
+        cells = np.exp(rounds + 0.02 * rng.standard_normal((2, 3)))[:, :, None] * rng.lognormal(
+            sigma=0.05, size=(2, 3, 9)
+        )
+        slow, fast, sizes = list(2.0 * cells[0].ravel()), list(cells[1].ravel()), (9, 9, 9)
+        found = time_ratio(slow, fast, is_paired=False, sizes_a=sizes, sizes_b=sizes)
+        fewer = time_ratio(slow, fast[9:], is_paired=False, sizes_a=sizes, sizes_b=sizes[1:])
+        hits += found.low <= 2.0 <= found.high
+        widths.append(found.high / found.low)
+        apart.append(fewer.high / fewer.low)
+    assert 0.9 <= hits / 200 <= 0.99
+    assert np.median(widths) < 1.25
+    assert np.median(apart) > 2.0, "what one of the two has not, nothing says which rounds are the same"
+
+
+def test_crossings_pair_the_processes_of_a_run():
+    """x is a tenth dearer at 256 and cheaper at 1024, while the rounds of the run differ by a factor of four."""
+    baseline = {n: [1.0] * 5 + [4.0] * 5 + [2.0] * 5 for n in (256, 1024)}
+    x = {256: [1.1 * ms for ms in baseline[256]], 1024: [ms / 1.1 for ms in baseline[1024]]}
+    sizes = dict.fromkeys(x, (5, 5, 5))
+    found = crossover(x, baseline, sizes_x=sizes, sizes_baseline=sizes)
+    assert [found.low, found.high] == pytest.approx([512.0, 512.0])
+    assert crossover(x, baseline, sizes_x=sizes).low is None
+
+
 def test_exponents_and_crossings_know_what_differs_between_processes():
     rng, hits, hits_pooled = np.random.default_rng(3), 0, 0
     for _ in range(60):
@@ -152,7 +181,7 @@ def test_draws_are_made_once_for_all_samples_of_the_same_sizes(monkeypatch):
         local_slopes(curve)
         fit_exponent(curve, from_len=1)
         crossover(curve, curves[0])
-    assert made == [0, (0, 16), (0, 32), (1, 16), (1, 32)]  # crossings draw their baseline with another seed
+    assert made == [0, (0, 16), (0, 32), 16, 32]  # those of crossings are of two curves
 
 
 @pytest.mark.parametrize("sizes", [[7], [8], [1], [3, 4], [1, 1, 1]])

@@ -86,8 +86,7 @@ def winners(every: Sequence[Series]) -> list[Winner]:
     for length, rivals in sorted(grouped(measured, lambda rival: rival[0].seq_len).items()):
         best, label = fastest_of(rivals)
         others = sorted((one for one in rivals if one[1] != label), key=lambda rival: (rival[0].median_ms, rival[1]))
-        near = [one for one in others if one[0].low_ms <= best.high_ms or is_paired(one[0], best)]  # the rest is clear
-        level = [other for point, other in near if times_faster(point, best).low <= 1.0]
+        level = [other for point, other in others if times_faster(point, best).low <= 1.0]
         found.append(Winner(length, (label, *level), len(rivals)))
     return found
 
