@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -39,6 +40,10 @@ def _keep_what_is_freed() -> None:
 
 
 _keep_what_is_freed()
+
+# A shell has what it starts in the background ignore Ctrl-C, and so do the runs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def keep_only(registry: Registry[Any], names: Iterable[str]) -> None:

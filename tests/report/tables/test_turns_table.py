@@ -72,22 +72,24 @@ def test_bundles_are_not_compared_with_each_other(tmp_path: Path):
 def test_a_factor_over_exact_attention_is_that_of_the_same_rounds(tmp_path: Path):
     """Another exact one is faster, but was timed in other rounds: a ratio with it has the spread of the machine."""
     records = [member("full", 30.0, "b1"), member("bigbird", 12.0, "b1"), member("full", 20.0, "b2", label="other")]
-    records.append(member("linformer", 10.0, "b3"))
+    records.append(
+        member("linformer", 1.0, "b3")
+    )  # the fastest for certain, although rounds differ by a factor of five
     analysis = analyse([write_run(tmp_path / "run", records)])
     table = front_table(analysis)
     assert table is not None
     shown = {row[0]: row[1] for row in table.texts()}
     assert shown["bigbird"] == "2.5\u00d7 [2.5, 2.5]"
-    assert shown["linformer"].startswith("2\u00d7 [")
+    assert shown["linformer"].startswith("20\u00d7 [")
     assert shown["linformer"].endswith("] (apart)")
     assert table.note.startswith(
         "Speed-up over full, timed in turns with it; in rows of exact ones the median time. "
         "(apart): over other, the fastest exact one, not timed in turns with it."
     )
     assert headline(analysis).endswith("as fast as exact attention (not timed in turns with it).")
-    records[-1] = member("linformer", 10.0, "b1")
+    records[-1] = member("linformer", 1.0, "b1")
     together = analyse([write_run(tmp_path / "together", records)])
-    assert headline(together).endswith("at 2k 3\u00d7 [3, 3] as fast as full."), (
+    assert headline(together).endswith("at 2k 30\u00d7 [30, 30] as fast as full."), (
         "not over the fastest exact one, which is other"
     )
     table = front_table(together)
