@@ -56,7 +56,7 @@ docs: $(STAMP)  ## write the generated tables of the documents and the index of 
 	$(BIN)/python -m attn_zoo docs
 
 docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
 
 # These run from the checkout with what PYTHON has installed, and with what lies on the caller's PYTHONPATH.

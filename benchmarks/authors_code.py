@@ -1,0 +1,597 @@
+"""Our mechanisms beside the code of their authors, or of others, with the same weights: outputs and all gradients.
+
+    python benchmarks/authors_code.py                fetch each file at its commit, once, and compare all
+    python benchmarks/authors_code.py moba luna      these
+    python benchmarks/authors_code.py --from FOLDER  with files that lie there, as FOLDER/OWNER/NAME/PATH
+
+Of each file the definitions named here are run as they stand, but in float64 where they say float32: what is left is
+rounding, and exit code 1 says that a difference is more. What a definition needs from elsewhere is given to it here:
+kernels of a GPU are written out, packages around it left away. Most need einops: `pip install 'attn-zoo[peers]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import conv1d, layer_norm, pad, silu, softplus
+
+from attn_zoo import AttnZooError, BuildContext, UnknownNameError, build_attention, build_mixer
+from attn_zoo.console import print_table
+from attn_zoo.tasks.sources.fetch import fetch
+from attn_zoo.tasks.sources.source import Source
+
+TOLERANCE = 1e-12
+"""Of the largest value, in float64."""
+
+NUM_HEADS, HEAD_DIM = 4, 16
+EMBED_DIM = NUM_HEADS * HEAD_DIM
+BATCH_SIZE = 2
+
+
+class File(NamedTuple):
+    """One file of a repository on GitHub, as it was at a commit."""
+
+    repository: str
+    commit: str
+    path: str
+    sha256: str
+
+
+FLA = "fla-org/flash-linear-attention", "bc3b101dcb713ddc5bd8924b66754eb68b5ccf89"
+FAST_TRANSFORMERS = "idiap/fast-transformers", "2ad36b97e64cb93862937bd21fcc9568d989561f"
+FILES = {
+    "delta rule": File(
+        *FLA,
+        "fla/ops/gated_delta_rule/naive.py",
+        "d1cf17992349fd3e94af999b22e3d3a81be4a2d1881ce5b70a3457257166e0cb",
+    ),
+    "sparse": File(
+        *FLA,
+        "fla/ops/nsa/naive.py",
+        "d19091f990a863bd50179b15a8ab689a788e7f8ba875e910939bd18c33f8f736",
+    ),
+    "retention": File(
+        *FLA,
+        "fla/ops/retention/naive.py",
+        "306d74ed298e89128b4d9f338aa69637ce676e020f8ff1aa34927b28cb794da8",
+    ),
+    "retention layer": File(
+        "microsoft/torchscale",
+        "4d1e0e82e5adf86dd424f1463192635b73fc8efc",
+        "torchscale/component/multiscale_retention.py",
+        "bf775683b402f5f806637fca3823ffa80ff1755f92459644123d93b42982be6d",
+    ),
+    "linear": File(
+        *FAST_TRANSFORMERS,
+        "fast_transformers/attention/linear_attention.py",
+        "d17c1f92b1a2becfbcf4a560184ea956cc6fe66933c450392bdbde215a2befa8",
+    ),
+    "causal linear": File(
+        *FAST_TRANSFORMERS,
+        "fast_transformers/attention/causal_linear_attention.py",
+        "2d20c2f629824eb8273e66356d7496bee77444071dd5ab71d3352fb953e1aabe",
+    ),
+    "feature map": File(
+        *FAST_TRANSFORMERS,
+        "fast_transformers/feature_maps/base.py",
+        "7e2f1fb7432bdb9afd9413f835c21ef9c7de94d1fd07bb56351acf5f20b6d816",
+    ),
+    "luna": File(
+        "XuezheMax/fairseq-apollo",
+        "3644d2064b1a1751db45654cc1d01a08ab3a860f",
+        "fairseq/modules/luna_attention.py",
+        "45cc216adc94a8e65ca22325e3ca65c47658d5c13df25320d011bd4dcc676044",
+    ),
+    "dual": File(
+        "state-spaces/mamba",
+        "e9594ce1c732d97440f0332fdc43170a2294dbfa",
+        "mamba_ssm/modules/ssd_minimal.py",
+        "6442a9fe25a6792258df657392ab1fab4dd873ee777d9dd5783cc76030218e07",
+    ),
+    "moba": File(
+        "MoonshotAI/MoBA",
+        "61e456bc956c5a25fd9c84e5496b661329cb1b72",
+        "moba/moba_naive.py",
+        "508a71e961b82e970e9e9039bee8eb37b8f9b455f98b18d852d27ab69ddd88a1",
+    ),
+    "nystrom": File(
+        "mlpen/Nystromformer",
+        "56893131bf3fa99b5a2d3ab452a591dca722529a",
+        "LRA/code/attention_nystrom.py",
+        "79fe421bd2c620fb3bf36fb7f3d39ba4bbf6c7595988b7d3cc86ca6aea9a1f96",
+    ),
+    "performer": File(
+        "lucidrains/performer-pytorch",
+        "fc8b78441b1e27eb5d9b01fc738a8772cee07127",
+        "performer_pytorch/performer_pytorch.py",
+        "dd7b741c03c9ddb8289041c759963d12e11df55e4b0cb7a827baef6261da5a0e",
+    ),
+    "s4d": File(
+        "state-spaces/s4",
+        "e757cef57d89e448c413de7325ed5601aceaac13",
+        "models/s4/s4d.py",
+        "4aab484e96dba85b2eba14f54c42df103a314a087ca184bfcca30e77d0faea2c",
+    ),
+}
+
+
+class Pair(NamedTuple):
+    """What both give for the same inputs.
+
+    Args:
+        case: what was asked, in a few words.
+        ours: our output.
+        theirs: of the same shape.
+        leaves: inputs and weights by name, which both were computed from.
+    """
+
+    case: str
+    ours: Tensor
+    theirs: Tensor
+    leaves: dict[str, Tensor]
+
+
+class Theirs:
+    """Definitions of other people's files.
+
+    Args:
+        folder: where the files lie, or None to fetch them.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.used: list[File] = []
+
+    def path(self, file: File) -> Path:
+        """Return where a file lies, fetched and checked.
+
+        Raises:
+            AttnZooError: it is not there, cannot be fetched, or has other bytes than at its commit.
+        """
+        if self.folder is None:
+            address = f"https://raw.githubusercontent.com/{file.repository}/{file.commit}/{file.path}"
+            source = Source(
+                name=f"{file.repository} {file.path}",
+                folder=f"authors_code/{file.repository}/{file.commit[:8]}",
+                files={"file": file.path},
+                hint="",
+                urls={"file": address},
+                sha256={"file": file.sha256},
+            )
+            return fetch(source, say=lambda line: print(line, file=sys.stderr))["file"]
+        path = self.folder / file.repository / file.path
+        if not path.is_file():
+            raise AttnZooError(f"{path}: no such file; {file.repository} has it at {file.commit}")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
+            raise AttnZooError(f"{path}: other bytes than at {file.commit} of {file.repository}")
+        return path
+
+    def definitions(self, name: str, *wanted: str, **given: Any) -> SimpleNamespace:
+        """Run functions, classes and assignments of a file, with what they need from elsewhere.
+
+        Args:
+            name: of the file in `FILES`.
+            wanted: names that they define.
+            given: other names that they use, beside torch's usual ones and einops'.
+        """
+        file = FILES[name]
+        path = self.path(file)
+        wide = re.sub(r"torch\.float(32)?\b", "torch.float64", path.read_text()).replace(".float()", ".double()")
+        body = [node for node in ast.parse(wide).body if wanted and set(_defined(node)) & set(wanted)]
+        einops = _einops() if "einops" in wide else {}
+        found = {"torch": torch, "nn": nn, "F": nn.functional, "math": math, "Tensor": Tensor, **einops, **given}
+        exec(compile(ast.Module(body, []), str(path), "exec"), found)  # annotations, as in this file, are not looked at
+        if missing := [each for each in wanted if each not in found]:
+            raise AttnZooError(f"{path}: defines no {', '.join(missing)}")
+        self.used.append(file)
+        return SimpleNamespace(**found)
+
+
+def _defined(node: ast.stmt) -> Iterable[str]:
+    """Return the names that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return (node.name,)
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _einops() -> dict[str, Any]:
+    try:
+        from einops import rearrange, repeat
+    except ImportError:
+        raise AttnZooError("their code needs einops: pip install 'attn-zoo[peers]'") from None
+    return {"rearrange": rearrange, "repeat": repeat}
+
+
+def build(
+    make: Callable[..., Any],
+    name: str,
+    *,
+    is_causal: bool,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """Return a module in float64 whose weights are far from where they start: a scale of 1 hides that it is missing."""
+    context = BuildContext(
+        embed_dim=EMBED_DIM,
+        is_causal=is_causal,
+        max_seq_len=512,
+        num_layers=2,
+        **{"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, **sizes},
+    )
+    module = make(name, context, **options).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+def hidden_states(length: int) -> Tensor:
+    return torch.randn(BATCH_SIZE, length, EMBED_DIM, requires_grad=True)
+
+
+def heads(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[B, H, L, D]`."""
+    shape = BATCH_SIZE, NUM_HEADS, length, HEAD_DIM
+    query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    return query, key, value
+
+
+def padding(length: int) -> Tensor:
+    """Return a mask whose second sequence has padding."""
+    mask = torch.zeros(BATCH_SIZE, length, dtype=torch.bool)
+    mask[1, -length // 3 :] = True
+    return mask
+
+
+def rms_norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * scale
+
+
+# --- each mechanism: what surrounds its core is written after the layer in the same repository ---
+
+
+def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
+    rule = theirs.definitions("delta rule", "naive_recurrent_gated_delta_rule").naive_recurrent_gated_delta_rule
+    for factor, length in ((1, 100), (2, 77)):
+        module = build(build_mixer, "gated_deltanet", is_causal=True, value_factor=factor, chunk_len=16)
+        hidden = hidden_states(length)
+        projections, width = (module.query_proj, module.key_proj, module.value_proj), EMBED_DIM
+        query, key, value = (
+            silu(_convolved(projection(hidden), taps)).unflatten(-1, (NUM_HEADS, -1))
+            for projection, taps in zip(projections, module.conv.split([width, width, width * factor], 1), strict=True)
+        )
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+        log_decay = -module.log_rate.exp() * softplus(module.decay_proj(hidden) + module.step_bias)
+        read, _ = rule(query, key, value, module.strength_proj(hidden).sigmoid(), log_decay)
+        gate = silu(module.gate_proj(hidden)).unflatten(-1, (NUM_HEADS, -1))
+        output = module.out_proj((rms_norm(read, module.norm_scale, 1e-5) * gate).flatten(2))
+        yield Pair(f"values {factor} x", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
+
+
+def _convolved(rows: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Convolve each feature of `[B, L, features]` with its column of `[K, features]`, causally."""
+    size, count = taps.shape
+    return conv1d(pad(rows.mT, (size - 1, 0)), taps.mT[:, None], bias, groups=count).mT
+
+
+def linear_attention(theirs: Theirs) -> Iterator[Pair]:
+    base = theirs.definitions(
+        "feature map", "FeatureMap", "ActivationFunctionFeatureMap", "elu_feature_map", Module=nn.Module
+    )
+    given = {"Module": nn.Module, "EventDispatcher": SimpleNamespace(get=str), "elu_feature_map": base.elu_feature_map}
+
+    def causal_linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # their kernel, written out
+        return torch.einsum("nlhd,nlhdm->nlhm", query, torch.einsum("nlhd,nlhm->nlhdm", key, value).cumsum(1))
+
+    plain = theirs.definitions("linear", "LinearAttention", **given).LinearAttention
+    causal = theirs.definitions("causal linear", "CausalLinearAttention", **given, causal_linear=causal_linear)
+    for is_causal, length in ((False, 150), (True, 150)):
+        query, key, value = heads(length)
+        mask = padding(length)
+        lengths = SimpleNamespace(float_matrix=(~mask).double())
+        attend = (causal.CausalLinearAttention if is_causal else plain)(HEAD_DIM)
+        rows = (x.transpose(1, 2) for x in (query, key, value))
+        output = attend(*rows, SimpleNamespace(all_ones=True, lower_triangular=True), lengths, lengths)
+        ours = build(build_attention, "linear_attention", is_causal=is_causal)(query, key, value, key_padding_mask=mask)
+        case = "causal" if is_causal else "bidirectional"
+        yield Pair(f"{case}, padding", ours, output.transpose(1, 2), {"q": query, "k": key, "v": value})
+
+
+def luna(theirs: Theirs) -> Iterator[Pair]:
+    attention = theirs.definitions(
+        "luna",
+        "LunarMultiheadAttention",
+        with_incremental_state=lambda cls: cls,
+        FairseqDropout=lambda p, module_name: nn.Dropout(p),  # noqa: ARG005
+        quant_noise=lambda module, *_: module,
+        utils=SimpleNamespace(softmax=lambda x, dim, onnx_trace: x.softmax(dim)),  # noqa: ARG005
+    ).LunarMultiheadAttention(EMBED_DIM, NUM_HEADS, NUM_HEADS, self_attention=True)
+    names = {"pq": "pack_query", "pc": "pack_context", "q": "query", "c": "context", "out": "out"}
+    first, second = (
+        build(build_mixer, "luna", is_causal=False, packed_len=8, sizes={"layer_index": i}) for i in (0, 1)
+    )
+
+    def attend(module: Any, hidden: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights = {
+            f"{theirs}_proj.{kind}": getattr(getattr(module, f"{ours}_proj"), kind)
+            for theirs, ours in names.items()
+            for kind in ("weight", "bias")
+        }
+        given = hidden.transpose(0, 1), memory.transpose(0, 1), None
+        mixed, packed, _ = functional_call(attention, weights, given, {"context_padding_mask": mask})
+        return mixed.transpose(0, 1), packed.transpose(0, 1)
+
+    length = 90
+    hidden, mask = hidden_states(length), padding(length)
+    ours = first.mix(hidden, key_padding_mask=mask)
+    ours = second.mix(hidden + ours.hidden, key_padding_mask=mask, carry=ours.carry)
+    memory = first.memory.expand(BATCH_SIZE, -1, -1)
+    mixed, packed = attend(first, hidden, memory, mask)
+    norm = second.memory_norm
+    memory = layer_norm(packed + memory, (EMBED_DIM,), norm.weight, norm.bias)
+    mixed, packed = attend(second, hidden + mixed, memory, mask)
+    leaves = {"x": hidden, **dict(first.named_parameters()), **dict(second.named_parameters(prefix="second"))}
+    keep = ~mask[..., None]
+    yield Pair("two layers, padding", ours.hidden * keep, mixed * keep, leaves)
+    yield Pair("memory after them", ours.carry, packed + memory, leaves)
+
+
+def mamba2(theirs: Theirs) -> Iterator[Pair]:
+    dual = theirs.definitions("dual", "segsum", "ssd_minimal_discrete").ssd_minimal_discrete
+    for expand, size, length in ((2, 8, 96), (1, 24, 64)):
+        module = build(build_mixer, "mamba2", is_causal=True, expand=expand, state_dim=size, chunk_len=32)
+        hidden = hidden_states(length)
+        step = softplus(module.step_proj(hidden) + module.step_bias)
+        mixed = silu(_convolved(module.conv_proj(hidden), module.conv, module.conv_bias))
+        value, key, query = mixed.split([EMBED_DIM * expand, size, size], -1)
+        value = value.unflatten(-1, (NUM_HEADS, -1))
+        key, query = (x[:, :, None].expand(-1, -1, NUM_HEADS, -1) for x in (key, query))
+        read, _ = dual(value * step[..., None], -module.log_rate.exp() * step, key, query, 16)
+        gated = (read + module.skip[:, None] * value).flatten(2) * silu(module.gate_proj(hidden))
+        output = module.out_proj(rms_norm(gated, module.norm_scale, 1e-5))
+        yield Pair(f"N = {size}", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
+
+
+def moba(theirs: Theirs) -> Iterator[Pair]:
+    attend = theirs.definitions("moba", "moba_attn_varlen_naive").moba_attn_varlen_naive
+    for length, size, count in ((100, 16, 3), (128, 16, 2), (64, 8, 100)):
+        query, key, value = heads(length)
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        starts = torch.arange(0, (BATCH_SIZE + 1) * length, length)
+        output = attend(*rows, starts, length, size, count).unflatten(0, (BATCH_SIZE, -1)).transpose(1, 2)
+        module = build(build_attention, "moba", is_causal=True, block_size=size, top_k=count)
+        case = f"{count} blocks of {size} of {length}"
+        yield Pair(case, module(query, key, value), output, {"q": query, "k": key, "v": value})
+
+
+class BlockMeans(nn.Module):
+    """Means of whole blocks of keys or values `[B, G, L, D]`, in place of a learned phi.
+
+    Args:
+        size: of a block.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return `[B, G, blocks, D]`."""
+        count = rows.shape[2] // self.size
+        return rows[:, :, : count * self.size].unflatten(2, (count, self.size)).mean(3)
+
+
+def nsa(theirs: Theirs) -> Iterator[Pair]:
+    """Compare where theirs is what ours can be: means for phi, and one key and value for all three branches."""
+
+    def mean_pooling(rows: Tensor, size: int, _: None) -> Tensor:  # theirs, written out: the last block may be shorter
+        return torch.stack([block.mean(1) for block in rows.split(size, 1)], 1)
+
+    def flash_attn_func(
+        query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window_size: Sequence[int]
+    ) -> Tensor:
+        del causal
+        at = torch.arange(query.shape[1])
+        distance = at[:, None] - at
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+        scores = torch.einsum("blhd,bshd->bhls", query, key) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill((distance < 0) | (distance > window_size[0]), -math.inf)
+        return torch.einsum("bhls,bshd->blhd", scores.softmax(-1), value)
+
+    names = "naive_nsa", "naive_nsa_selection", "naive_nsa_compression", "naive_nsa_topk"
+    given = {"mean_pooling": mean_pooling, "flash_attn_func": flash_attn_func}
+    attend = theirs.definitions("sparse", *names, **given).naive_nsa
+    num_heads, groups, dim = 32, 2, 8  # they need 16 heads in a group
+    for length, size, count, window in ((96, 8, 5, 12), (100, 16, 4, 20), (203, 8, 6, 16)):
+        module = build(
+            build_mixer,
+            "nsa",
+            is_causal=True,
+            sizes={"num_heads": num_heads, "num_kv_heads": groups, "head_dim": dim},
+            compress_len=size,
+            compress_stride=size,
+            block_size=size,
+            num_blocks=count,
+            window_size=window,
+        )
+        module.compress_keys = module.compress_values = BlockMeans(size)
+        with torch.no_grad():
+            for projection in (module.key_proj, module.value_proj):
+                projection.weight.copy_(projection.weight[: groups * dim].repeat(3, 1))
+        hidden = hidden_states(length)
+        query = module.query_proj(hidden).unflatten(-1, (num_heads, dim))
+        key, value = (
+            projection(hidden)[..., : groups * dim].unflatten(-1, (groups, dim))
+            for projection in (module.key_proj, module.value_proj)
+        )
+        gates = module.gate_proj(hidden).sigmoid().unflatten(-1, (3, num_heads)).unbind(-2)
+        output = attend(query, key, value, *gates, block_counts=count, block_size=size, window_size=window)
+        leaves = {"x": hidden, **{name: getattr(module, f"{name}_proj").weight for name in ("query", "gate", "out")}}
+        case = f"{count} blocks of {size} of {length}"
+        yield Pair(case, module(hidden), module.out_proj(output.flatten(2)), leaves)
+
+
+def nystrom(theirs: Theirs) -> Iterator[Pair]:
+    attention = theirs.definitions("nystrom", "NystromAttention").NystromAttention
+    length, count = 256, 32
+    for num_taps in (0, 35):
+        query, key, value = heads(length)
+        config = {"head_dim": HEAD_DIM, "num_head": NUM_HEADS, "num_landmarks": count, "seq_len": length}
+        # Each matrix has norms of its own, as ours; their file asks for one name and reads another.
+        config |= {"inv_coeff_init_option": 1, "inv_init_coeff_option": "own"}
+        module = build(build_attention, "nystrom", is_causal=False, num_landmarks=count, conv_len=num_taps)
+        weights, leaves = {}, {"q": query, "k": key, "v": value, **dict(module.named_parameters())}
+        if num_taps:
+            config["conv_kernel_size"] = num_taps
+            weights["conv.weight"] = module.filter[:, None, :, None]
+        given = query, key, value, torch.ones(BATCH_SIZE, length)
+        output = functional_call(attention(config), weights, given)
+        yield Pair(f"filter of {num_taps}", module(query, key, value), output, leaves)
+
+
+def performer(theirs: Theirs) -> Iterator[Pair]:
+    """Compare without the 0.0001 that theirs adds to features of the softmax kernel."""
+    names = "softmax_kernel", "generalized_kernel", "linear_attention", "causal_linear_attention_noncuda"
+    code = theirs.definitions("performer", *names)
+    for is_causal in (False, True):
+        for kernel in ("softmax", "relu"):
+            query, key, value = heads(200)
+            module = build(build_attention, "performer", is_causal=is_causal, num_features=48, kernel=kernel)
+            if kernel == "softmax":
+                features = partial(code.softmax_kernel, projection_matrix=module.rows, eps=0.0)
+                of_query, of_key = features(query, is_query=True), features(key, is_query=False)
+            else:
+                features = partial(code.generalized_kernel, projection_matrix=module.rows)
+                of_query, of_key = features(query), features(key)
+            attend = partial(code.causal_linear_attention_noncuda, eps=0.0) if is_causal else code.linear_attention
+            case = f"{kernel}, {'causal' if is_causal else 'bidirectional'}"
+            output = attend(of_query, of_key, value)
+            yield Pair(case, module(query, key, value), output, {"q": query, "k": key, "v": value})
+
+
+def retention(theirs: Theirs) -> Iterator[Pair]:
+    """Compare the layer of one repository around the retention of another.
+
+    The layer's own divides each row of weights by its sum, which the norm undoes but for its epsilon. Its pairs of
+    features are neighbours, its angles others, and its norm subtracts no mean: ours are given to it.
+    """
+    naive = theirs.definitions("retention", "naive_retention").naive_retention
+    layer = theirs.definitions(
+        "retention layer",
+        *("MultiScaleRetention", "theta_shift", "rotate_every_two", "get_activation_fn"),
+        MultiwayWrapper=lambda _, module: module,
+        RMSNorm=nn.LayerNorm,
+    )
+
+    class Layer(layer.MultiScaleRetention):  # type: ignore[name-defined, misc]
+        def parallel_forward(self, query: Tensor, key: Tensor, value: Tensor, _: None) -> Tensor:
+            value = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            retained: Tensor = naive(query, key * HEAD_DIM**0.5, value)  # which scales, as the layer has
+            return retained.transpose(1, 2)
+
+    half = torch.arange(HEAD_DIM // 2)
+    neighbours = torch.stack([half, half + len(half)], 1).flatten()
+    rows = (HEAD_DIM * torch.arange(NUM_HEADS)[:, None] + neighbours).flatten()
+    for factor, length in ((1, 90), (2, 128)):
+        module = build(build_mixer, "retention", is_causal=True, value_factor=factor, chunk_len=16)
+        hidden = hidden_states(length)
+        weights = {
+            "q_proj.weight": module.query_proj.weight[rows],
+            "k_proj.weight": module.key_proj.weight[rows],
+            "v_proj.weight": module.value_proj.weight,
+            "g_proj.weight": module.gate_proj.weight,
+            "out_proj.weight": module.out_proj.weight,
+        }
+        angle = torch.arange(length)[:, None] * (10_000.0 ** (-half / len(half))).repeat_interleave(2)
+        whole = Layer(SimpleNamespace(layernorm_eps=1e-6), EMBED_DIM, EMBED_DIM * factor, NUM_HEADS)
+        output = functional_call(whole, weights, (hidden, ((angle.sin(), angle.cos()), None)))
+        yield Pair(f"values {factor} x", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
+
+
+def s4d(theirs: Theirs) -> Iterator[Pair]:
+    block = theirs.definitions("s4d", "S4DKernel", "S4D", DropoutNd=nn.Dropout).S4D
+    for length, size in ((1, 8), (300, 64)):
+        module = build(build_mixer, "s4d", is_causal=True, state_dim=size)
+        hidden = hidden_states(length)
+        weights = {
+            "D": module.skip,
+            "kernel.C": module.readout[0],
+            "kernel.log_dt": module.log_step,
+            "kernel.log_A_real": module.log_rate.view(EMBED_DIM, -1),
+            "kernel.A_imag": module.frequency.view(EMBED_DIM, -1),
+            "output_linear.0.weight": module.out_proj.weight[..., None],
+            "output_linear.0.bias": module.out_proj.bias,
+        }
+        output, _ = functional_call(block(EMBED_DIM, size, transposed=False), weights, hidden)
+        leaves = {"x": hidden, **dict(module.named_parameters())}
+        yield Pair(f"N = {size}, {length} tokens", module(hidden), output, leaves)
+
+
+MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
+    compared.__name__: compared
+    for compared in (gated_deltanet, linear_attention, luna, mamba2, moba, nsa, nystrom, performer, retention, s4d)
+}
+
+
+def differences(pair: Pair) -> tuple[float, float, str]:
+    """Return how far outputs and the worst gradient are apart, of the largest value each, and whose gradient it is."""
+    upstream = torch.randn_like(pair.theirs)
+    gradients = [
+        torch.autograd.grad(output, list(pair.leaves.values()), upstream, retain_graph=True, materialize_grads=True)
+        for output in (pair.ours, pair.theirs)
+    ]
+    found = zip(pair.leaves, *gradients, strict=True)
+    worst, leaf = max((_apart(mine, other), name) for name, mine, other in found)
+    return _apart(pair.ours, pair.theirs), worst, leaf
+
+
+def _apart(mine: Tensor, other: Tensor) -> float:
+    largest = other.abs().max().item()
+    return (mine - other).abs().max().item() / largest if largest else mine.abs().max().item()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="mechanism", help=f"by default all: {', '.join(MECHANISMS)}")
+    parser.add_argument("--from", dest="folder", type=Path, help="where the files lie, as FOLDER/OWNER/NAME/PATH")
+    asked = parser.parse_args(arguments)
+    for name in asked.names:
+        if name not in MECHANISMS:
+            parser.error(str(UnknownNameError("mechanism", name, list(MECHANISMS))))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    rows, unlike = [], []
+    for name in asked.names or MECHANISMS:
+        theirs, worst = Theirs(asked.folder), []
+        try:
+            for pair in MECHANISMS[name](theirs):
+                output, gradient, leaf = differences(pair)
+                worst.append((output, gradient))
+                if max(output, gradient) > TOLERANCE:
+                    unlike.append(f"{name}, {pair.case}: output {output:.0e}, gradient of {leaf} {gradient:.0e}")
+        except AttnZooError as error:
+            parser.error(str(error))
+        code = dict.fromkeys(file.repository for file in theirs.used)
+        rows.append([name, len(worst), *(f"{max(each):.0e}" for each in zip(*worst, strict=True)), ", ".join(code)])
+    columns = ["", "cases", "output", "gradient", "code"]
+    print_table("Largest differences from other people's code, of the largest value, in float64", columns, rows)
+    print(*unlike or [f"All are within {TOLERANCE:.0e}."], sep="\n")
+    return 1 if unlike else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
