@@ -221,7 +221,7 @@ def build(
     name: str,
     *,
     is_causal: bool,
-    sizes: Mapping[str, int] = MappingProxyType({}),
+    sizes: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
     """Return a module in float64 whose weights are far from where they start: a scale of 1 hides that it is missing."""
@@ -230,7 +230,7 @@ def build(
         is_causal=is_causal,
         max_seq_len=512,
         num_layers=2,
-        **{"num_heads": NUM_HEADS, "head_dim": HEAD_DIM, **sizes},
+        **{"num_heads": NUM_HEADS, "head_dim": HEAD_DIM} | dict(sizes),
     )
     module = make(name, context, **options).double()
     with torch.no_grad():
@@ -392,7 +392,8 @@ class BlockMeans(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Return `[B, G, blocks, D]`."""
         count = rows.shape[2] // self.size
-        return rows[:, :, : count * self.size].unflatten(2, (count, self.size)).mean(3)
+        means: Tensor = rows[:, :, : count * self.size].unflatten(2, (count, self.size)).mean(3)
+        return means
 
 
 def nsa(theirs: Theirs) -> Iterator[Pair]:
@@ -450,11 +451,17 @@ def nystrom(theirs: Theirs) -> Iterator[Pair]:
     length, count = 256, 32
     for num_taps in (0, 35):
         query, key, value = heads(length)
-        config = {"head_dim": HEAD_DIM, "num_head": NUM_HEADS, "num_landmarks": count, "seq_len": length}
+        config: dict[str, Any] = {
+            "head_dim": HEAD_DIM,
+            "num_head": NUM_HEADS,
+            "num_landmarks": count,
+            "seq_len": length,
+        }
         # Each matrix has norms of its own, as ours; their file asks for one name and reads another.
         config |= {"inv_coeff_init_option": 1, "inv_init_coeff_option": "own"}
         module = build(build_attention, "nystrom", is_causal=False, num_landmarks=count, conv_len=num_taps)
-        weights, leaves = {}, {"q": query, "k": key, "v": value, **dict(module.named_parameters())}
+        leaves = {"q": query, "k": key, "v": value, **dict(module.named_parameters())}
+        weights = {}
         if num_taps:
             config["conv_kernel_size"] = num_taps
             weights["conv.weight"] = module.filter[:, None, :, None]
