@@ -39,6 +39,14 @@ TOLERANCE = 1e-12
 NUM_HEADS, HEAD_DIM = 4, 16
 EMBED_DIM = NUM_HEADS * HEAD_DIM
 BATCH_SIZE = 2
+MAX_SEQ_LEN = 512
+
+FAIRSEQ: dict[str, Any] = {  # what its modules use of the rest of it
+    "with_incremental_state": lambda cls: cls,
+    "quant_noise": lambda module, *_: module,
+    "utils": SimpleNamespace(softmax=lambda x, dim, onnx_trace: x.softmax(dim)),  # noqa: ARG005
+    "FairseqDropout": lambda p, module_name: nn.Dropout(p),  # noqa: ARG005
+}
 
 
 class File(NamedTuple):
@@ -73,6 +81,12 @@ FILES = {
         "4d1e0e82e5adf86dd424f1463192635b73fc8efc",
         "torchscale/component/multiscale_retention.py",
         "bf775683b402f5f806637fca3823ffa80ff1755f92459644123d93b42982be6d",
+    ),
+    "linformer": File(
+        "facebookresearch/fairseq",
+        "3d262bb25690e4eb2e7d3c1309b1e9c406ca4b99",
+        "examples/linformer/linformer_src/modules/multihead_linear_attention.py",
+        "43d2eb49707c3a1f420776eff02a8e39bb371fa1bfbf5a7f67b8cc7ce1227bd0",
     ),
     "linear": File(
         *FAST_TRANSFORMERS,
@@ -228,7 +242,7 @@ def build(
     context = BuildContext(
         embed_dim=EMBED_DIM,
         is_causal=is_causal,
-        max_seq_len=512,
+        max_seq_len=MAX_SEQ_LEN,
         num_layers=2,
         **{"num_heads": NUM_HEADS, "head_dim": HEAD_DIM} | dict(sizes),
     )
@@ -311,15 +325,51 @@ def linear_attention(theirs: Theirs) -> Iterator[Pair]:
         yield Pair(f"{case}, padding", ours, output.transpose(1, 2), {"q": query, "k": key, "v": value})
 
 
+def linformer(theirs: Theirs) -> Iterator[Pair]:
+    """Compare without biases of keys and values: theirs are added to compressed rows, ours are compressed."""
+    attention = theirs.definitions("linformer", "MultiheadLinearAttention", **FAIRSEQ).MultiheadLinearAttention
+    names = {"q": "query", "k": "key", "v": "value", "out": "out"}
+    proj_len = 32
+    for sharing, layout, length in (
+        ("headwise", "project_first", MAX_SEQ_LEN),
+        ("headwise", "compress_first", 300),
+        ("key_value", "project_first", 300),
+        ("key_value", "compress_first", MAX_SEQ_LEN),
+    ):
+        options: dict[str, Any] = {"proj_len": proj_len, "sharing": sharing, "layout": layout}
+        module = build(build_mixer, "linformer", is_causal=False, **options)
+        with torch.no_grad():
+            module.key_proj.bias.zero_()
+            module.value_proj.bias.zero_()
+        hidden = hidden_states(length)
+        weights = {f"{their}_proj.weight": getattr(module, f"{our}_proj").weight for their, our in names.items()}
+        weights |= {f"{their}_proj.bias": getattr(module, f"{our}_proj").bias for their, our in names.items()}
+        is_shared = sharing == "key_value"
+        for kind, matrix in zip(("k", "v")[: 2 - is_shared], module.attention.weights, strict=False):
+            weights[f"compress_{kind}.weight"] = matrix[0].mT
+        whole = attention(
+            EMBED_DIM,
+            NUM_HEADS,
+            self_attention=True,
+            max_seq_len=MAX_SEQ_LEN,
+            compressed=MAX_SEQ_LEN // proj_len,
+            shared_kv_compressed=int(is_shared),
+        )
+        rows = hidden.transpose(0, 1)
+        output, _ = functional_call(whole, weights, (rows, rows, rows))
+        leaves = {
+            "x": hidden,
+            **{n: p for n, p in module.named_parameters() if n not in ("key_proj.bias", "value_proj.bias")},
+        }
+        yield Pair(
+            f"{sharing}, {layout}, {length} of {MAX_SEQ_LEN} tokens", module(hidden), output.transpose(0, 1), leaves
+        )
+
+
 def luna(theirs: Theirs) -> Iterator[Pair]:
-    attention = theirs.definitions(
-        "luna",
-        "LunarMultiheadAttention",
-        with_incremental_state=lambda cls: cls,
-        FairseqDropout=lambda p, module_name: nn.Dropout(p),  # noqa: ARG005
-        quant_noise=lambda module, *_: module,
-        utils=SimpleNamespace(softmax=lambda x, dim, onnx_trace: x.softmax(dim)),  # noqa: ARG005
-    ).LunarMultiheadAttention(EMBED_DIM, NUM_HEADS, NUM_HEADS, self_attention=True)
+    attention = theirs.definitions("luna", "LunarMultiheadAttention", **FAIRSEQ).LunarMultiheadAttention(
+        EMBED_DIM, NUM_HEADS, NUM_HEADS, self_attention=True
+    )
     names = {"pq": "pack_query", "pc": "pack_context", "q": "query", "c": "context", "out": "out"}
     first, second = (
         build(build_mixer, "luna", is_causal=False, packed_len=8, sizes={"layer_index": i}) for i in (0, 1)
@@ -550,7 +600,19 @@ def s4d(theirs: Theirs) -> Iterator[Pair]:
 
 MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
     compared.__name__: compared
-    for compared in (gated_deltanet, linear_attention, luna, mamba2, moba, nsa, nystrom, performer, retention, s4d)
+    for compared in (
+        gated_deltanet,
+        linear_attention,
+        linformer,
+        luna,
+        mamba2,
+        moba,
+        nsa,
+        nystrom,
+        performer,
+        retention,
+        s4d,
+    )
 }
 
 
