@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation, Text
@@ -49,6 +50,20 @@ def assert_legible(figure):
         both = Bbox.intersection(first, second)
         if both is not None and both.width > 1 and both.height > 2.5:
             pytest.fail(f"{one!r} and {other!r} overlap by {both.width:.0f} x {both.height:.0f} pixels")
+    assert_whole_marks(figure)
+
+
+def assert_whole_marks(figure):
+    """Check that the frame cuts no mark of a point which lies within it."""
+    for axes in figure.axes:
+        for line in axes.lines:
+            if line.get_marker() in {"None", "", " ", None} or not line.get_clip_on():
+                continue
+            radius = line.get_markersize() / 2 * figure.dpi / 72
+            points = line.get_transform().transform(line.get_xydata().astype(float))
+            low, high = axes.bbox.get_points()
+            depth = np.minimum(points - low, high - points).min(axis=1)  # in pixels; below 0 outside, where nothing is
+            assert not ((depth > -0.5) & (depth < radius - 0.5)).any(), f"a mark of {line.get_label()} is cut"
 
 
 def words(figure):

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from attn_zoo.report.figures.all_figures import FIGURES
-from tests.report.figures.legible import assert_legible, pictures
+from tests.report.figures.legible import assert_legible, assert_whole_marks, pictures
 from tests.report.synthetic import CLAIMS, accuracy, approximation, costed, curve, exchanged, roof, scaling, tuned
 
 
@@ -42,3 +42,10 @@ def test_questions_are_questions_and_tell_figures_apart():
     questions = [entry.question for entry in FIGURES]
     assert len(set(questions)) == len(questions)
     assert all(question.endswith("?") for question in questions)
+
+
+def test_marks_of_the_best_score_are_whole(tmp_path):
+    drawn = pictures(tmp_path, [exchanged(name, seed, 1.0, error=0.5) for name in CLAIMS for seed in (0, 1)])
+    assert any(picture.name.startswith("exchange") for picture in drawn)
+    for picture in drawn:
+        assert_whole_marks(picture.figure)
