@@ -176,22 +176,25 @@ class Theirs:
             AttnZooError: it is not there, cannot be fetched, or has other bytes than at its commit.
         """
         if self.folder is None:
-            address = f"https://raw.githubusercontent.com/{file.repository}/{file.commit}/{file.path}"
-            source = Source(
-                name=f"{file.repository} {file.path}",
-                folder=f"authors_code/{file.repository}/{file.commit[:8]}",
-                files={"file": file.path},
-                hint="",
-                urls={"file": address},
-                sha256={"file": file.sha256},
-            )
-            return fetch(source, say=lambda line: print(line, file=sys.stderr))["file"]
-        path = self.folder / file.repository / file.path
-        if not path.is_file():
+            path = self._fetched(file)
+        elif not (path := self.folder / file.repository / file.path).is_file():
             raise AttnZooError(f"{path}: no such file; {file.repository} has it at {file.commit}")
         if hashlib.sha256(path.read_bytes()).hexdigest() != file.sha256:
             raise AttnZooError(f"{path}: other bytes than at {file.commit} of {file.repository}")
         return path
+
+    def _fetched(self, file: File) -> Path:
+        source = Source(
+            name=f"{file.repository} {file.path}",
+            folder=f"authors_code/{file.repository}/{file.commit[:8]}",
+            files={"file": file.path},
+            hint="",
+            urls={"file": f"https://raw.githubusercontent.com/{file.repository}/{file.commit}/{file.path}"},
+            sha256={"file": file.sha256},
+        )
+        if source.found(None) is not None:
+            return source.locate(None)["file"]
+        return fetch(source, say=lambda line: print(line, file=sys.stderr))["file"]
 
     def definitions(self, name: str, *wanted: str, **given: Any) -> SimpleNamespace:
         """Run functions, classes and assignments of a file, with what they need from elsewhere.

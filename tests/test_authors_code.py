@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 
 import pytest
 import torch
 
+from attn_zoo.tasks.sources import fetch
 from benchmarks import authors_code
 
 # As a paper's reader might write it: the definitions that the comparison asks for, with a name from elsewhere.
@@ -120,3 +122,20 @@ def test_a_definition_that_is_gone(written, capsys):
 )
 def test_what_is_not_there(capsys, arguments, message):
     assert message in refusal(arguments, capsys)
+
+
+def test_files_are_fetched_once_and_not_run_when_they_were_edited(written, tmp_path, monkeypatch, capsys):
+    written()
+
+    def download(url, path, **_):
+        owner, name, _, *place = url.removeprefix("https://raw.githubusercontent.com/").split("/")
+        shutil.copy(tmp_path.joinpath(owner, name, *place), path)
+
+    monkeypatch.setattr(fetch, "download", download)
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
+    for num_fetched in (3, 0):
+        assert authors_code.main(["linear_attention"]) == 0
+        assert capsys.readouterr().err.count("fetching https://raw.githubusercontent.com/idiap/") == num_fetched
+    (edited,) = tmp_path.glob("cache/**/causal_linear_attention.py")
+    edited.write_text("raise SystemExit('ran')")
+    assert "other bytes than at" in refusal(["linear_attention"], capsys)
