@@ -206,8 +206,10 @@ class Theirs:
         """
         file = FILES[name]
         path = self.path(file)
-        wide = re.sub(r"torch\.float(32)?\b", "torch.float64", path.read_text()).replace(".float()", ".double()")
-        body = [node for node in ast.parse(wide).body if wanted and set(_defined(node)) & set(wanted)]
+        wide = re.sub(r"torch\.float(32)?\b", "torch.float64", path.read_text(encoding="utf-8")).replace(
+            ".float()", ".double()"
+        )
+        body = [node for node in ast.parse(wide).body if set(_defined(node)) & set(wanted)]
         einops = _einops() if "einops" in wide else {}
         found = {"torch": torch, "nn": nn, "F": nn.functional, "math": math, "Tensor": Tensor, **einops, **given}
         exec(compile(ast.Module(body, []), str(path), "exec"), found)  # annotations, as in this file, are not looked at
@@ -241,7 +243,7 @@ def build(
     sizes: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Any:
-    """Return a module in float64 whose weights are far from where they start: a scale of 1 hides that it is missing."""
+    """Return a module in float64 whose weights have left where they start: a scale of 1 hides that it is missing."""
     context = BuildContext(
         embed_dim=EMBED_DIM,
         is_causal=is_causal,
@@ -278,7 +280,7 @@ def rms_norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
     return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * scale
 
 
-# --- each mechanism: what surrounds its core is written after the layer in the same repository ---
+# --- each mechanism: what surrounds a core is written after the layer in the same repository, which needs a GPU ---
 
 
 def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
