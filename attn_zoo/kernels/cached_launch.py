@@ -57,7 +57,7 @@ class CachedLaunch:
         if compiled is not None:  # the interpreter compiles nothing
             arguments = {name: self._rest.get(name, _ADDRESS) for name in self._kernel.arg_names}
             for make in (_by_driver, _by_triton):
-                self._straight = make(compiled, (*self._grid, 1, 1)[:3], arguments, len(tensors))
+                self._straight = make(compiled, (*self._grid, 1, 1)[:3], arguments)
                 if self._straight is not None:
                     break
             self._watchers = _watchers()
@@ -70,7 +70,7 @@ _NUM_SCRATCH = 4  # versions of Triton end with one or two addresses of scratch 
 
 
 def _by_driver(
-    compiled: Any, blocks: tuple[int, ...], arguments: dict[str, Any], num_tensors: int
+    compiled: Any, blocks: tuple[int, ...], arguments: dict[str, Any]
 ) -> Callable[[int, tuple[int, ...]], int] | None:
     """Return what has CUDA's driver launch a compiled kernel, which takes a device and the addresses of its tensors.
 
@@ -81,7 +81,6 @@ def _by_driver(
         compiled: what Triton compiled.
         blocks: of the grid, three numbers.
         arguments: of the kernel, in order; `_ADDRESS` for tensors.
-        num_tensors: among them.
     """
     from triton.runtime import driver
 
@@ -97,6 +96,7 @@ def _by_driver(
     # given where each argument of the kernel lies.
     numbers: list[bytes] = []
     places: list[int] = []
+    num_tensors = sum(value is _ADDRESS for value in arguments.values())
     tensors = iter(range(num_tensors))
     for name, value in arguments.items():
         place = next(tensors) if value is _ADDRESS else 0
@@ -153,10 +153,7 @@ def _driver() -> Callable[..., int] | None:
 
 
 def _by_triton(
-    compiled: Any,
-    blocks: tuple[int, ...],
-    arguments: dict[str, Any],
-    num_tensors: int,  # noqa: ARG001
+    compiled: Any, blocks: tuple[int, ...], arguments: dict[str, Any]
 ) -> Callable[[int, tuple[int, ...]], int]:
     """Return what has Triton's own launcher launch it; otherwise as `_by_driver`."""
     from triton.runtime import driver

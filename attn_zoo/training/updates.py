@@ -77,6 +77,14 @@ def allow_compilations() -> None:
     config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
 
 
+def start_compilers() -> None:
+    """Start the processes that compile kernels for a GPU, which take seconds: while the data are made, not later."""
+    with contextlib.suppress(ImportError):  # torch's own; without it they start when they are needed
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+
+
 class Updater:
     """A model on its device, its optimiser, and their progress.
 
@@ -107,9 +115,11 @@ class Updater:
             allow_compilations()
             dynamic = False if batcher.is_full_length else None
             self.compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
-            # Not with several ranks: a graph would hold their messages, and one rank might capture while another runs.
-            if batcher.device.type == "cuda" and ranks.size == 1:
-                self._run = Graphed(self._learn, "training")
+            if batcher.device.type == "cuda":
+                start_compilers()
+                # Not with several ranks: a graph would hold their messages, and one might capture while another runs.
+                if ranks.size == 1:
+                    self._run = Graphed(self._learn, "training")
         self._num_seen: Counter[Hashable] = Counter()  # compiled calls by mode and shape
         self.numbers = Numbers()
         self._save_again = 0.0

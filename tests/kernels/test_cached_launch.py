@@ -162,9 +162,9 @@ def test_what_wants_more_of_a_launch_than_a_grid_goes_through_triton(monkeypatch
     monkeypatch.setattr(cached_launch, "_driver", lambda: pytest.fail)
     compiled = OfCuda()
     compiled.metadata = SimpleNamespace(**(vars(OfCuda.metadata) | change))
-    assert cached_launch._by_driver(compiled, (1, 1, 1), dict.fromkeys(ForCuda.arg_names), 0) is None
+    assert cached_launch._by_driver(compiled, (1, 1, 1), dict.fromkeys(ForCuda.arg_names)) is None
     compiled.metadata, compiled.packed_metadata = OfCuda.metadata, (8, 2, 0)  # a cluster of two
-    assert cached_launch._by_driver(compiled, (1, 1, 1), dict.fromkeys(ForCuda.arg_names), 0) is None
+    assert cached_launch._by_driver(compiled, (1, 1, 1), dict.fromkeys(ForCuda.arg_names)) is None
 
 
 def test_a_launch_that_the_driver_refuses_is_made_by_triton_which_says_why(monkeypatch):

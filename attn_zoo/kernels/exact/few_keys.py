@@ -45,13 +45,25 @@ def num_parts(query: Tensor, key: Tensor) -> int:
     programs = batch_size * num_heads * -(-key_len // KEY_TILE)
     parts = 1
     while (
-        MIN_RATIO * 2 * parts * key_len <= length  # first: the compiler knows it of L = S, whatever their size
+        _is_known(MIN_RATIO * 2 * parts * key_len <= length)
         and parts * programs < GPU_PROGRAMS
         and length % (2 * parts) == 0
         and length // (2 * parts) >= MIN_QUERIES
     ):
         parts *= 2
     return parts
+
+
+def _is_known(condition: bool) -> bool:
+    """Tell whether a condition on sizes holds, under the compiler for every size that may come.
+
+    To ask it about a length that varies would have it compile twice, for lengths on either side.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
+
+    return bool(statically_known_true(condition))
 
 
 def split(query: Tensor, key: Tensor, value: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:

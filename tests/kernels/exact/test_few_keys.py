@@ -163,6 +163,22 @@ def test_parts_fill_a_gpu(monkeypatch: Any, heads: int, length: int, key_len: in
     assert num_parts(query, key) == compiled
 
 
+def test_a_length_that_varies_is_compiled_once():
+    """A question about it would be a guard, and one at the longest length leaves that length alone on its side."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    count = torch.compile(lambda query, key: query + num_parts(query, key), backend=counter, fullgraph=True)
+    try:
+        for length in (2048, 1792, 2048):
+            query, key = torch.zeros(16, 2, length, 4), torch.zeros(16, 2, 256, 4)
+            torch._dynamo.maybe_mark_dynamic(query, 2)
+            assert count(query, key)[0, 0, 0, 0] == 1
+    finally:
+        torch.compiler.reset()
+    assert counter.frame_count == 1
+
+
 def test_a_split_call_is_not_split_again():
     for heads, length, key_len in ((16, 65536, 256), (8, 32768, 256), (3, 36864, 512)):
         query, key = empty(heads, length, device="meta"), empty(heads, key_len, device="meta")
