@@ -1,9 +1,14 @@
-"""Where torch's compiler keeps what it compiled: apart for each kind of processor.
+"""What torch's compiler must be told, or on some processors its code is wrong.
 
-Its cache of graphs (seen in torch 2.13) holds C++ written for one width of vectors, and its key does not name that.
-The key of the libraries compiled from it says `-march=native`, whatever that was. So a processor with AVX2 that finds
-graphs of one with AVX-512, in a home that nodes of a cluster share or on a virtual machine that was moved, computes
-wrong numbers (FlexAttention on a CPU was off by 3) or crashes.
+Where it keeps its code: apart for each kind of processor. Its cache of graphs (seen in torch 2.13) holds C++ written
+for one width of vectors, and its key does not name that. The key of the libraries compiled from it says
+`-march=native`, whatever that was. So a processor with AVX2 that finds graphs of one with AVX-512, in a home that nodes
+of a cluster share or on a virtual machine that was moved, computes wrong numbers (FlexAttention on a CPU was off by 3)
+or crashes.
+
+How wide its vectors are on a CPU: 256 bits at most. Code for 512 that transposes 16-bit numbers and makes them 32 bits
+wide is wrong (seen in torch 2.13 with g++ 12): scores of keys as projections leave them were NaN, and so were gradients
+of linear attention and Performer.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ import os
 import platform
 import tempfile
 from pathlib import Path
+
+import torch
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _DECIDE = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
@@ -39,3 +46,16 @@ def keep_compiled_code_apart() -> None:
     whole = Path(os.environ.get(_VARIABLE) or Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     if whole.name != name:
         os.environ[_VARIABLE] = str(whole / name)
+
+
+def keep_vectors_short() -> None:
+    """Have torch's compiler write vectors of 256 bits where it would take 512; call it before anything is compiled.
+
+    A width that the user chose stays.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return
+    from torch._inductor import config  # takes seconds to load, so only where something is compiled
+
+    if config.cpp.simdlen is None:
+        config.cpp.simdlen = 256

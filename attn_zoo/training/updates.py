@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
 from attn_zoo.training.batches import Batch, Batcher, DataOrder, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.evaluation import precision
@@ -112,6 +112,7 @@ class Updater:
         self._run: Callable[[Batch], object] = self._learn
         if protocol.compile:
             keep_compiled_code_apart()
+            keep_vectors_short()
             allow_compilations()
             dynamic = False if batcher.is_full_length else None
             self.compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attn_zoo.kernels import compiled_code
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -89,3 +90,41 @@ def test_what_is_compiled_lies_in_that_folder_alone(tmp_path: Path, monkeypatch)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == [folder]
     assert list(folder.rglob("*.so"))
+
+
+# --- vectors ---
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    from torch._inductor import config
+
+    os.environ[VARIABLE] = str(tmp_path)
+    with config.patch({"cpp.simdlen": None, "cpp_cache_precompile_headers": False}):
+        yield config
+
+
+def test_products_of_16_bit_keys_are_right(config):
+    """On a processor with AVX-512 they were NaN."""
+    keep_vectors_short()
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(8, n, 2, 32, generator=generator).bfloat16().transpose(1, 2) for n in (24, 256))
+
+    def scores(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+        return [(rows.float() * 0.5) @ key.float().mT for rows in query.split(12, 2)]
+
+    try:
+        found = torch.compile(scores)(query, key)
+    finally:
+        torch.compiler.reset()
+    torch.testing.assert_close(found, scores(query, key))
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "wanted"), [("AVX512", None, 256), ("AVX512", 512, 512), ("AVX2", None, None)]
+)
+def test_only_what_is_wrong_is_changed(config, monkeypatch, capability, given, wanted):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    config.cpp.simdlen = given
+    keep_vectors_short()
+    assert config.cpp.simdlen == wanted

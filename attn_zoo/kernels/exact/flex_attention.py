@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
 from attn_zoo.kernels.trace import note_path
 
 BLOCK_SIZE = 128  # the kernels' own default
@@ -101,6 +101,7 @@ def _block_mask(
 @functools.cache
 def _compiled() -> Callable[..., Any]:
     keep_compiled_code_apart()
+    keep_vectors_short()
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

@@ -401,8 +401,6 @@ def _dropout(call: ExactCall) -> Tensor:
     wide = torch.promote_types(call.query.dtype, torch.float32)
     has_bias = call.has_bias or call.is_causal
     query, key, value = call.expanded()
-    if torch.compiler.is_compiling():  # which gets products of chunks wrong where 16-bit keys lie apart (torch 2.13)
-        key, value = key.contiguous(), value.contiguous()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, rows: range) -> Tensor:
         bias = _bias_of(call, rows, key.shape[2], wide) if has_bias else None
