@@ -76,7 +76,7 @@ class Stage:
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="tests",
-        minutes=3,
+        minutes=2.75,
         more=(
             "-m",
             "pytest",
@@ -97,7 +97,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="peers", minutes=2, matrix="peers-gpu"),
     Stage(name="accuracy", minutes=2.5, matrix="lra-small", more=("--jobs", "3")),
     Stage(name="decode", minutes=1.5, matrix="decode-gpu"),
-    Stage(name="energy", minutes=0.5, matrix="energy-gpu"),
+    Stage(name="energy", minutes=0.75, matrix="energy-gpu"),
     Stage(name="scaling", minutes=0.5, matrix="scaling-gpu"),
 )
 
