@@ -223,10 +223,11 @@ def _draw_dots(
             name=curve.label + (" (simulated)" if curve.series.is_simulated else ""),
             label=curve.label,
             look=curve.look,
-            words=chart.show(value) + ("" if mark.own is not None else " (host)"),
+            words=_dot_words(mark, chart),
             tip=f"{curve.label}, {mark.tip}",
             value=value,
             ends=mark.ends,
+            call=None if mark.own is None else mark.call,
             is_filled=mark.own is not None and not curve.series.is_simulated,
         )
         for curve in sorted(curves, key=lambda curve: sign * curve.best[-1][1])
@@ -240,6 +241,8 @@ def _draw_dots(
             rows.append(DotRow(name=series.label, label=series.label, look=look, words=words, tip=words))
     if any(mark.ends for curve in curves for mark in curve.marks):
         note += "; bars: 95 % intervals"
+    if any(row.call is not None for row in rows):
+        note += "; faint: calls, where the GPU alone is drawn strong"
     page = Page(f"{chart.title}: {panel.title}", note)
     axes = row_axes(page, rows)
     value_axis(axes, values, chart.show, chart.base, name="x")
@@ -248,6 +251,13 @@ def _draw_dots(
         axes.axvline(1.0, color=INK, lw=1.0, zorder=1)
     draw_rows(axes, rows, POSITIVE)
     return page
+
+
+def _dot_words(mark: Mark, chart: Chart) -> str:
+    """Return the value of a dot in words, with that of the call where it is another one."""
+    if mark.own is None:
+        return f"{chart.show(mark.call or 0.0)} (host)"
+    return chart.show(mark.own) + ("" if mark.call is None else f" (GPU), call {chart.show(mark.call)}")
 
 
 def _alt(curve: Curve, chart: Chart) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -25,6 +26,8 @@ class DotRow:
     Args:
         label: whose row it is.
         tip: what the dot says.
+        ends: of the interval of `call`, or of `value` where there is none.
+        call: of which the dot is a part; a fainter mark.
         singles: smaller marks below the dot.
     """
 
@@ -35,6 +38,7 @@ class DotRow:
     tip: str
     value: float | None = None
     ends: tuple[float, float] | None = None
+    call: float | None = None
     is_filled: bool = False
     singles: tuple[float, ...] = ()
 
@@ -63,8 +67,13 @@ def draw_rows(axes: Axes, rows: Sequence[DotRow], possible: tuple[float, float])
             )
         if row.value is None:
             continue
+        strength = 1.0 if row.call is None else 0.55
         if row.ends is not None:
-            draw_intervals(axes, [(place, row.ends)], possible, is_flat=True, tag=own, color=colour, lw=2.2, zorder=2.5)
+            bar: dict[str, Any] = {"color": colour, "lw": 2.2, "zorder": 2.5, "alpha": strength}
+            draw_intervals(axes, [(place, row.ends)], possible, is_flat=True, tag=own, **bar)
+        if row.call is not None:
+            mark: dict[str, Any] = {"marker": row.look.marker, "ms": 5, "mfc": PAPER, "mec": colour, "alpha": strength}
+            own.put_on(*axes.plot([row.call], [place], zorder=3, clip_on=False, **mark))
         look = {"marker": row.look.marker, "mfc": colour if row.is_filled else PAPER, "mec": colour, "mew": 2}
         dot = axes.plot([row.value], [place], ms=9, zorder=4, clip_on=False, **look)  # type: ignore[arg-type]
         Tag(of=row.label, tips=(row.tip,)).put_on(*dot)

@@ -266,6 +266,19 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
     assert_keys_differ(time.figure)
 
 
+def test_at_one_length_the_interval_of_a_call_has_the_call_beside_it(tmp_path):
+    """Alone it would stand apart from the dot, which is of the GPU."""
+    time = pictures(tmp_path, [on_gpu("full", 1024, 0.6, 0.1), on_gpu("bigbird", 1024, 0.8)])[0]
+    assert_legible(time.figure)
+    shown = words(time.figure)
+    assert "100 µs (GPU), call 600 µs" in shown
+    assert "faint: calls, where the GPU alone is drawn strong" in shown
+    faint = [line for line in time.figure.axes[0].get_lines() if line.get_alpha() == 0.55]
+    ends, (call,) = sorted((tuple(line.get_xdata()) for line in faint), key=len, reverse=True)
+    assert call == pytest.approx(0.6, rel=0.01)
+    assert ends[0] <= call <= ends[1]
+
+
 def assert_keys_differ(figure):
     (legend,) = figure.legends
     looks = [(one.get_marker(), one.get_linewidth(), one.get_alpha(), one.get_mfc()) for one in legend.legend_handles]
