@@ -95,7 +95,7 @@ class ConfigError(AttnZooError):
 
 
 class GateError(AttnZooError):
-    """A variant failed its correctness gate, so nothing was timed.
+    """A variant, or what was compiled of it, failed its correctness gate, so nothing was timed or trained.
 
     Attributes:
         check: name of the failed check.

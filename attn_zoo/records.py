@@ -366,7 +366,8 @@ class Score(Json):
         num_params: trainable parameters.
         train_flops: total training FLOPs from formulas, or None where the variant has none.
         train_s: seconds of training, evaluation excluded.
-        compile_s: seconds of those updates that compiled the model or captured a CUDA graph; part of `train_s`.
+        compile_s: seconds of those updates that compiled the model or captured a CUDA graph, and of the check of what
+            is compiled; part of `train_s`.
         eval_s: seconds of all evaluations, the test included; in addition to `train_s`.
         eval_compile_s: seconds of those batches in them that compiled the model or captured a CUDA graph; part of
             `eval_s`.

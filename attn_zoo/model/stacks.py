@@ -324,12 +324,16 @@ class Decoder(_Stack):
     def init_state(
         self, batch_size: int, *, context: Tensor | None = None, context_padding_mask: Tensor | None = None
     ) -> DecoderState:
-        """Return the empty decode state.
+        """Return the empty decode state, in the type of the weights or, under autocast, in that of its products.
 
         Raises:
             UnsupportedError: the variant cannot decode step by step.
         """
-        like = self.embedding.token.weight.new_empty(batch_size, 0)
+        weight = self.embedding.token.weight
+        dtype, device_type = weight.dtype, weight.device.type
+        if dtype == torch.float32 and torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        like = weight.new_empty(batch_size, 0, dtype=dtype)
         return DecoderState(
             tuple(block.init_state(like, context, context_padding_mask) for block in _each(self.blocks))
         )

@@ -35,7 +35,7 @@ class Numbers:
         num_tokens: trained on, padding excluded.
         num_positions: likewise, padding included.
         train_s: seconds of training, evaluation excluded.
-        compile_s: seconds of those updates that compiled the model or captured a graph.
+        compile_s: seconds of those updates that compiled the model or captured a graph, and of its check.
         compile_tokens: trained on in them.
         eval_s: seconds of evaluations.
         eval_compile_s: seconds of those batches in them that compiled the model or captured a graph.

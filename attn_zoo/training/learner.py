@@ -60,6 +60,14 @@ class AbstractLearner(ABC):
         """FLOPs of a step, likewise."""
         return None
 
+    def check(self) -> tuple[str, ...]:
+        """Check what is compiled against the model as written; return the names of what was checked.
+
+        Raises:
+            GateError: it is wrong.
+        """
+        return ()
+
     def settle(self) -> None:  # noqa: B027 - most have nothing to settle
         """Make the steps that run otherwise than all that follow, such as the one in which a CUDA graph is captured."""
 
@@ -147,6 +155,9 @@ class Learner(AbstractLearner):
     def step_flops(self) -> float | None:
         total, steps = self.trainer.flops.training_flops, self.trainer.numbers.step
         return None if total is None or steps == 0 else total / steps
+
+    def check(self) -> tuple[str, ...]:
+        return self.trainer.check_compiled(self.feed, self._order) if self.protocol.compile else ()
 
     def settle(self) -> None:
         while self.trainer.numbers.step < self.trainer.num_unlike:

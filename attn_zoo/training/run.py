@@ -74,6 +74,7 @@ class TrainingResult:
         reason: one sentence for every status but `ok`.
         score: for `ok`, of the first rank.
         kernels: paths that ran, in order of first use.
+        checks: names of what was checked of a compiled model.
         num_params: trainable parameters, where a model was built.
     """
 
@@ -81,6 +82,7 @@ class TrainingResult:
     reason: str = ""
     score: Score | None = None
     kernels: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
     num_params: int | None = None
 
 
@@ -115,6 +117,7 @@ def run_training(
         UnknownNameError: variant, task, level or protocol does not exist.
         ConfigError: the cell is not of kind accuracy, an option or override is wrong, or this is not one of as many
             processes as it asks for.
+        GateError: the compiled model has other gradients than the model as written.
     """
     if cell.kind != "accuracy" or cell.task is None or cell.level is None or cell.protocol is None:
         raise ConfigError(cell.id, [("", "expected a cell of kind accuracy with task, level and protocol")])
@@ -189,15 +192,15 @@ def _train(
         trainer.train(train, batcher.feed(checked_split(task, "validation")), now.after_evaluation, now.after_step)
         score = _score_on_test(task, trainer)
     except DivergedError as error:
-        result = TrainingResult(status="diverged", reason=str(error), kernels=tuple(kernels), num_params=num_params)
+        result = TrainingResult(status="diverged", reason=str(error))
     else:
         if weights_path is not None:
             save_weights(weights_path, cell, config, model)
-        result = TrainingResult(status="ok", score=score, kernels=tuple(kernels), num_params=num_params)
+        result = TrainingResult(status="ok", score=score)
     for name in get_args(PhaseName):
         if (saved := path(name)) is not None and ranks.is_first:
             saved.unlink(missing_ok=True)
-    return result
+    return replace(result, kernels=tuple(kernels), checks=trainer.checks, num_params=num_params)
 
 
 def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_zoo.attention.generators import seed_generators
 
-Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden", "rank"]
+Stream = Literal["init", "data", "dropout", "evaluation", "buckets", "pretrain", "hidden", "rank", "gate"]
 
 
 def derive_seed(seed: int, stream: Stream, index: int = 0) -> int:

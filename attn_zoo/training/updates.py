@@ -20,9 +20,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from attn_zoo.errors import GateError
 from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
 from attn_zoo.training.batches import Batch, Batcher, DataOrder, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
+from attn_zoo.training.compiled_gate import CHECK, Gradients, check_gradients
 from attn_zoo.training.evaluation import precision
 from attn_zoo.training.graphed import NUM_PLAIN, Graphed
 from attn_zoo.training.objective import AbstractObjective
@@ -68,13 +70,14 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
 
 
 def allow_compilations() -> None:
-    """Let this process compile a model's source for so many lengths and models as it may meet.
+    """Let this process compile a model's source for so many lengths and models as it may meet; one more is an error.
 
     Beyond torch's own limit of 8 the next would run as it is written, and a record would still say compiled.
     """
     from torch._dynamo import config  # loads the compiler
 
     config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    config.fail_on_recompile_limit_hit = True
 
 
 def start_compilers() -> None:
@@ -90,7 +93,12 @@ class Updater:
 
     With dtype `"bfloat16"` it trains under autocast; other types are the model's own. Of several `ranks` each makes the
     same updates, from its part of every batch.
+
+    Attributes:
+        checks: names of what was checked before the first update.
     """
+
+    checks: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -197,13 +205,58 @@ class Updater:
 
         Raises:
             DivergedError: loss or gradient is not finite.
+            GateError: the compiled model has other gradients than the model as written.
         """
         order = self.order(feed)
         self.ranks.follow_first([*self.model.parameters(), *self.model.buffers()])
+        if self.protocol.compile and self.numbers.step < self.num_steps:
+            self.checks = self.check_compiled(feed, order)
         while self.numbers.step < self.num_steps:
             record(self._advance(feed, order, after_step))
             if after_evaluation is not None:
                 after_evaluation(self.numbers)
+
+    def check_compiled(self, feed: Feed, order: DataOrder) -> tuple[str, ...]:
+        """Compare the gradients of the next update with those of the model as written; return the name of the check.
+
+        Nothing is changed, and the seconds are of compiling. Where memory is too small for the model as written, the
+        check is left out, and the cell's log says so.
+
+        Raises:
+            GateError: the compiled gradients are wrong, on any rank.
+        """
+        start, step = self._now(), self.numbers.step + 1
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        self.model.train()
+        batch = self.ranks.part(self.objective.prepare(self.batcher.batch(feed, order.rows(step)), step))
+        error: GateError | None = None
+        checks: tuple[str, ...] = ()
+        try:
+            compiled = self._gradients(self.compiled, self.tell_compiler(batch), 0)
+            checks = check_gradients(compiled, lambda number: self._gradients(self.model, batch, 1 + number))
+        except torch.OutOfMemoryError:
+            sys.stderr.write("compiled gradients were not checked: the model as written does not fit into memory\n")
+        except GateError as found:
+            error = found
+        finally:
+            for buffer, value in zip(self.model.buffers(), kept, strict=True):
+                buffer.detach().copy_(value)
+        if self.ranks.largest(float(error is not None)):  # all of them end
+            raise error or GateError(CHECK, "compiled, the gradients of another rank are wrong")
+        took = self._now() - start
+        self.numbers.train_s += took
+        self.numbers.compile_s += took
+        return checks
+
+    def _gradients(self, model: nn.Module, batch: Batch, draw: int) -> Gradients:
+        """Return the gradients of the loss, zero where a parameter has no part in it."""
+        seed_everything(self.ranks.seed(derive_seed(self.seed, "gate", draw)))
+        with precision(self.dtype, self.batcher.device):
+            outputs = self.objective.outputs(model, batch)
+        loss = self.objective.loss(outputs, batch)
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+        return dict(zip(trained, found, strict=True))
 
     def step(self, feed: Feed, order: DataOrder) -> None:
         """Make the next update, of a model in training mode, and go on without waiting for the device.

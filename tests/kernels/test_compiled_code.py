@@ -27,8 +27,8 @@ torch.testing.assert_close(torch.compile(f)(numbers), f(numbers))
 
 
 @pytest.fixture(autouse=True)
-def own_variables(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "set, so that it is put back")
+def own_variables(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))  # set, so that it is put back
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
 
 

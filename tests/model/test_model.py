@@ -115,6 +115,25 @@ def test_greedy_decoding_equals_running_everything_again(name, position, norm_or
     assert torch.equal(model.generate(prompt, 8), slow)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in list_variants(causal=True) if variants[name].capabilities.decode != "none"]
+)
+def test_decoding_under_autocast_is_as_near_as_running_everything(name):
+    """What is kept has the type that autocast gives projections; the weights are in float32."""
+    model, tokens = LanguageModel(replace(CONFIG, variant=name)).eval(), some_tokens(2, 12)
+    with torch.no_grad():
+        exact = model(tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = model(tokens)
+            hidden, state = model.decoder.prefill(tokens[:, :5], model.decoder.init_state(2))
+            steps = [model.head(hidden)]
+            for position in range(5, 12):
+                hidden, state = model.decoder.prefill(tokens[:, position : position + 1], state)
+                steps.append(model.head(hidden))
+    assert whole.dtype == torch.bfloat16
+    assert (torch.cat(steps, 1) - exact).norm() <= 1.5 * (whole - exact).norm()
+
+
 def test_language_model_sees_no_future():
     model = LanguageModel(CONFIG).eval()
     tokens = some_tokens(1)

@@ -230,7 +230,7 @@ def train(record: Record, order: WorkOrder, begin: Callable[[nn.Module], object]
         record,
         status=result.status,
         reason=result.reason,
-        gate=tuple(checks),
+        gate=(*checks, *result.checks),
         score=result.score,
         kernels=tuple(result.kernels),
         num_params=result.num_params,

@@ -36,7 +36,7 @@ def draw(
     device: str = "cpu",
     is_interleaved: bool = False,
     spread: float = 1.0,
-    sequences: tuple[int, int] = (2, 3),
+    sequences: tuple[int, int] = (2, 2),
 ) -> list[Tensor]:
     """Return the gradient of the output, query, key and value; `spread` is about the scores' standard deviation."""
     generator = torch.Generator().manual_seed(key_len + query_len)
@@ -86,7 +86,7 @@ class TestInterpreted:
     pytestmark = interpreted
 
     @pytest.mark.parametrize("head_dim", [64, 128])
-    @pytest.mark.parametrize("query_len", [128, 1000])
+    @pytest.mark.parametrize("query_len", [128, 600])
     @pytest.mark.parametrize("key_len", [256, 200, 64, 17])
     def test_equals_float64(self, kernel, key_len, query_len, head_dim):
         grad, *inputs = draw(key_len, query_len, head_dim, sequences=(1, 2))
@@ -120,7 +120,7 @@ class TestInterpreted:
         check(got, truth(grad[:1, :1, :1, :1].expand_as(grad), *inputs), inputs, 2e-3)
 
     def test_repeats_bit_for_bit(self, kernel):
-        drawn = draw(256, 500, 64)
+        drawn = draw(256, 300, 64, sequences=(1, 2))
         first, second = (kernel.gradients(*drawn) for _ in range(2))
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 

@@ -23,9 +23,7 @@ from tests.test_discovery import install
 
 ON_RAY = [
     "fake_segfault",
-    "fake_abort",
     "fake_hang",
-    "fake_memory_error",
     "fake_killed",
     "fake_bug",
     "fake_nan",
