@@ -1,4 +1,4 @@
-"""What torch's compiler must be told, or on some processors its code is wrong.
+"""What torch's compiler must be told, or its code is wrong on some processors, or silently not taken.
 
 Where it keeps its code: apart for each kind of processor. Its cache of graphs (seen in torch 2.13) holds C++ written
 for one width of vectors, and its key does not name that. The key of the libraries compiled from it says
@@ -9,6 +9,9 @@ or crashes.
 How wide its vectors are on a CPU: 256 bits at most. Code for 512 that transposes 16-bit numbers and makes them 32 bits
 wide is wrong (seen in torch 2.13 with g++ 12): scores of keys as projections leave them were NaN, and so were gradients
 of linear attention and Performer.
+
+How many forms of one function it compiles: what is one more would run as it is written, and a record would still say
+compiled.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ import hashlib
 import os
 import platform
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+
+MAX_COMPILED = 256
+"""Forms of one function: the shapes of a gate, the lengths of a task, all cells of a process. torch stops at 8."""
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _DECIDE = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
@@ -59,3 +66,21 @@ def keep_vectors_short() -> None:
 
     if config.cpp.simdlen is None:
         config.cpp.simdlen = 256
+
+
+def short_vectors_for(dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Do so inside, for what computes with numbers of 16 bits only; other code may be as wide as torch takes it."""
+    if dtype.itemsize != 2 or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return nullcontext()
+    from torch._inductor import config
+
+    patched: AbstractContextManager[object] = config.patch({"cpp.simdlen": config.cpp.simdlen or 256})
+    return patched
+
+
+def allow_compilations() -> None:
+    """Let one function be compiled in so many forms as a process may meet; one more is an error."""
+    from torch._dynamo import config  # loads the compiler
+
+    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
+    config.fail_on_recompile_limit_hit = True

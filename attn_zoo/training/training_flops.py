@@ -7,7 +7,8 @@ formula. Norms, activations and embeddings are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from attn_zoo.attention.contract import AbstractMixer, Mixed
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put a model's buffers back afterwards: running statistics must not see a forward that is no training."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(model.buffers(), kept, strict=True):
+            buffer.detach().copy_(value)
 
 
 class FlopCounter:
@@ -99,10 +111,8 @@ class CompiledFlopCounter(FlopCounter):
 
     @torch.no_grad()
     def _counted(self, forward: Callable[[], object]) -> FlopCounter:
-        kept = [buffer.clone() for buffer in self._model.buffers()]  # running statistics must not see it
         counter = FlopCounter(self._model)
-        forward()
+        with buffers_kept(self._model):
+            forward()
         counter.remove()
-        for buffer, value in zip(self._model.buffers(), kept, strict=True):
-            buffer.copy_(value)
         return counter

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_zoo.errors import GateError
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
+from attn_zoo.kernels.compiled_code import allow_compilations, keep_compiled_code_apart, keep_vectors_short
 from attn_zoo.training.batches import Batch, Batcher, DataOrder, Feed
 from attn_zoo.training.checkpoint import Numbers, load_checkpoint, save_checkpoint
 from attn_zoo.training.compiled_gate import CHECK, Gradients, check_gradients
@@ -31,13 +31,10 @@ from attn_zoo.training.objective import AbstractObjective
 from attn_zoo.training.protocol import Protocol, learning_rate
 from attn_zoo.training.ranks import ALONE, Ranks
 from attn_zoo.training.seeding import derive_seed, seed_everything
-from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter
+from attn_zoo.training.training_flops import CompiledFlopCounter, FlopCounter, buffers_kept
 
 LARGE_BYTES, LARGE_EVERY_S = 2 * 2**20, 10.0
 """A checkpoint of more bytes is written at most so often: it takes as long as many updates of milliseconds."""
-
-MAX_COMPILED = 200
-"""Graphs that one process compiles of one model's source: for lengths, for cells of a bundle or of a lane."""
 
 _LOOK_EVERY = 20  # steps between checks for non-finite values, which wait for the device; the step is known exactly
 
@@ -67,17 +64,6 @@ def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimize
     is_cuda = any(parameter.is_cuda for parameter in trained)
     rate = torch.zeros((), device=trained[0].device) if is_cuda else 0.0
     return torch.optim.AdamW(groups, lr=rate, betas=protocol.betas, eps=protocol.eps, fused=True, capturable=is_cuda)
-
-
-def allow_compilations() -> None:
-    """Let this process compile a model's source for so many lengths and models as it may meet; one more is an error.
-
-    Beyond torch's own limit of 8 the next would run as it is written, and a record would still say compiled.
-    """
-    from torch._dynamo import config  # loads the compiler
-
-    config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
-    config.fail_on_recompile_limit_hit = True
 
 
 def start_compilers() -> None:
@@ -226,21 +212,18 @@ class Updater:
             GateError: the compiled gradients are wrong, on any rank.
         """
         start, step = self._now(), self.numbers.step + 1
-        kept = [buffer.clone() for buffer in self.model.buffers()]
         self.model.train()
         batch = self.ranks.part(self.objective.prepare(self.batcher.batch(feed, order.rows(step)), step))
         error: GateError | None = None
         checks: tuple[str, ...] = ()
-        try:
+        with buffers_kept(self.model):
             compiled = self._gradients(self.compiled, self.tell_compiler(batch), 0)
-            checks = check_gradients(compiled, lambda number: self._gradients(self.model, batch, 1 + number))
-        except torch.OutOfMemoryError:
-            sys.stderr.write("compiled gradients were not checked: the model as written does not fit into memory\n")
-        except GateError as found:
-            error = found
-        finally:
-            for buffer, value in zip(self.model.buffers(), kept, strict=True):
-                buffer.detach().copy_(value)
+            try:
+                checks = check_gradients(compiled, lambda number: self._gradients(self.model, batch, 1 + number))
+            except torch.OutOfMemoryError:
+                sys.stderr.write("compiled gradients were not checked: the model as written does not fit in memory\n")
+            except GateError as found:
+                error = found
         if self.ranks.largest(float(error is not None)):  # all of them end
             raise error or GateError(CHECK, "compiled, the gradients of another rank are wrong")
         took = self._now() - start

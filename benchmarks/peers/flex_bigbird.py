@@ -5,7 +5,6 @@ On a CPU it has no backward pass, so only `infer` can be measured there, and its
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +16,6 @@ from attn_zoo.kernels.blocks.call import why_not_flex
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.kernels.exact.flex_attention import run_compiled
 from attn_zoo.metadata import Capabilities, Complexity, Reference
-
-
-def _own_vectors(query: Tensor) -> AbstractContextManager[object]:
-    """Have float32 compiled for a CPU with the vectors that torch takes by itself, as wide as there are.
-
-    What we compile keeps to 256 bits, as with 512 code for 16-bit numbers is wrong. A peer must not be slower by that.
-    """
-    if query.dtype != torch.float32 or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return nullcontext()
-    from torch._inductor import config
-
-    patched: AbstractContextManager[object] = config.patch({"cpp.simdlen": 512})
-    return patched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +125,7 @@ class FlexBigBirdAttention(AbstractAttention):
                 raise UnsupportedError("options", f"flex_bigbird: {reason}")
         # Compiled for every shape, or refused: beyond a limit of shapes torch would run it unfused, and say so once.
         mask = self._mask(query.shape[2], query.device)[0]
-        with _own_vectors(query):
-            output: Tensor = run_compiled(query, key, value, mask=mask, slopes=None, offset=0)
+        output: Tensor = run_compiled(query, key, value, mask=mask, slopes=None, offset=0)
         return output
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attn_zoo.kernels import compiled_code
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
+from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short, short_vectors_for
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -128,3 +128,21 @@ def test_only_what_is_wrong_is_changed(config, monkeypatch, capability, given, w
     config.cpp.simdlen = given
     keep_vectors_short()
     assert config.cpp.simdlen == wanted
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "wanted"),
+    [
+        (torch.bfloat16, None, 256),
+        (torch.float16, None, 256),
+        (torch.float16, 512, 512),
+        (torch.float32, None, None),
+        (torch.float32, 512, 512),
+    ],
+)
+def test_for_a_type_it_is_changed_inside_only(config, monkeypatch, dtype, given, wanted):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    config.cpp.simdlen = given
+    with short_vectors_for(dtype):
+        assert config.cpp.simdlen == wanted
+    assert config.cpp.simdlen == given

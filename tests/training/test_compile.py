@@ -11,6 +11,7 @@ import torch
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from attn_zoo.kernels import compiled_code
 from attn_zoo.records import Score
 from attn_zoo.training import batches, run_training, updates
 from attn_zoo.training.graphed import GRAPH_PATH
@@ -110,7 +111,7 @@ def test_a_model_is_compiled_once_to_train_and_once_to_validate(monkeypatch, is_
 def test_what_torch_would_run_as_written_after_too_many_forms_is_an_error(monkeypatch):
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: original(model, backend="eager", dynamic=dynamic))
-    monkeypatch.setattr(updates, "MAX_COMPILED", 1)  # the second form is that which validates
+    monkeypatch.setattr(compiled_code, "MAX_COMPILED", 1)  # the second form is that which validates
     run = cell("plain", num_steps=2, eval_every=2, compile=True)
     limit = config.patch(recompile_limit=1, fail_on_recompile_limit_hit=False)
     with limit, pytest.raises(FailOnRecompileLimitHit, match="recompile_limit"):

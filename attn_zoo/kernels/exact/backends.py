@@ -6,6 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_zoo.kernels.exact import flex_attention, varlen, xformers
 
-Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "varlen", "flex", "xformers"]
+Backend = Literal["auto", "math", "flash", "efficient", "cudnn", "unmasked", "varlen", "flex", "xformers"]
 
 DENSE_DROPOUT = "dropout"
 """What `select` calls dropout computed densely, a chunk of rows at a time, where no fused kernel has it."""
@@ -26,6 +27,12 @@ PACKED_SCORES = 1 << 26
 
 It costs the host 0.10 ms more than a mask, forward and backward; so many are 60 GFLOP at D = 64, by estimate 0.4 ms
 under a mask.
+"""
+
+UNMASKED_SCORES = 1 << 24
+"""Of an eager call under a mask: with fewer, to make its padding countable takes the host longer than it saves the GPU.
+
+By estimate: so many take the efficient kernel 0.2 ms with their gradient, and cuDNN 0.05.
 """
 
 PLANNED_SCORES = 1 << 28
@@ -154,10 +161,13 @@ PREFERENCES: tuple[Preference, ...] = (
         capability=9,
         has_bias=True,
         has_row_bias=False,  # cuDNN would make a plan for each stretch of queries
-        order=("varlen", "cudnn", "efficient", "math"),
+        order=("unmasked", "varlen", "cudnn", "efficient", "math"),
         source="H200, torch 2.11, bfloat16, forward and backward, 16 heads of 64: with a mask of 16 384 keys torch's "
-        "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times "
-        "(benchmarks/NOTES.md). Packed keys are level with it where an eighth is padding",
+        "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times; "
+        "packed keys are level with it where an eighth is padding. To make padding countable takes seven readings or "
+        "writings of a tensor and one without a mask, by arithmetic 1.04 times as long at 4096 keys "
+        "(benchmarks/NOTES.md); not seen on a card. Packing would pay from 40 % of padding on, which the host cannot "
+        "know",
     ),
     Preference(
         device="cuda",
@@ -246,6 +256,24 @@ def _why_not_flash(call: ExactCall) -> str | None:
     return _gate(call, "flash", cuda.can_use_flash_attention)
 
 
+def _why_not_unmasked(call: ExactCall) -> str | None:
+    if call.is_causal or call.slopes is not None or call.is_grouped:
+        return "it is offered for calls without a causal mask and ALiBi, with as many heads of keys as of queries"
+    if call.query.dtype not in (torch.bfloat16, torch.float16):
+        return f"it is for 16 bits, where a mask takes a slower kernel, not for {call.query.dtype}"
+    if reason := _outside_cuda(call):
+        return reason
+    if not _HAS_TRITON:
+        return "the package triton is not installed"
+    name = choose(call._replace(key_padding_mask=None))
+    if name not in ("cudnn", "flash") or call.query.shape[-1] % 8 or call.key.numel() == 0:
+        return f"it needs cuDNN's or the flash kernel and heads of a multiple of 8; without a mask it would be {name!r}"
+    return None
+
+
+_HAS_TRITON = find_spec("triton") is not None
+
+
 def _why_not_varlen(call: ExactCall) -> str | None:
     if call.query.is_cuda and not cuda.flash_sdp_enabled():
         return "flash attention is switched off (torch.backends.cuda.enable_flash_sdp)"
@@ -265,6 +293,7 @@ _WHY_NOT: dict[str, Callable[[ExactCall], str | None]] = {
     "flash": _why_not_flash,
     "efficient": lambda call: _outside_cuda(call) or _gate(call, "efficient", cuda.can_use_efficient_attention),
     "cudnn": lambda call: _outside_cuda(call) or _gate(call, "cudnn", cuda.can_use_cudnn_attention),
+    "unmasked": _why_not_unmasked,
     "varlen": _why_not_varlen,
     "flex": lambda call: flex_attention.why_not(call.query, needs_grad=call.needs_grad, dropout_p=call.dropout_p),
     "xformers": _why_not_xformers,
@@ -280,7 +309,7 @@ def choose(call: ExactCall, *, is_compiled: bool = False) -> str:
     """Return the backend that `PREFERENCES` names for `call`; `"math"` on devices without a row."""
     query_len, key_len = call.query.shape[2], call.key.shape[2]
     num_scores = call.query.shape[0] * call.query.shape[1] * query_len * key_len
-    least = {"varlen": PACKED_SCORES, "cudnn": PLANNED_SCORES if call.has_bias else 0}
+    least = {"unmasked": UNMASKED_SCORES, "varlen": PACKED_SCORES, "cudnn": PLANNED_SCORES if call.has_bias else 0}
     device = call.query.device
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
     for row in PREFERENCES:
@@ -289,6 +318,8 @@ def choose(call: ExactCall, *, is_compiled: bool = False) -> str:
         if row.device == device.type and fits:
             # Compiled, packing costs few launches, and a shape comes again.
             order = [backend for backend in row.order if is_compiled or num_scores >= least.get(backend, 0)]
+            if is_compiled and "unmasked" in order:
+                order.remove("unmasked")
             return next(backend for backend in order if why_not(backend, call) is None)
     return "math"
 
@@ -303,6 +334,8 @@ def select(backend: str, call: ExactCall, *, is_compiled: bool = False) -> tuple
         call: to be served.
         is_compiled: by torch's compiler, for which `call` is a small one of the same kind.
     """
+    if backend == "unmasked" and is_compiled:
+        return backend, "torch's compiler cannot trace its launches"
     if backend != "auto":
         reason = why_not(backend, call)
         if reason and backend in PINS and call.query.is_cuda and not torch.compiler.is_compiling():

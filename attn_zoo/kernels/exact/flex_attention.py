@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from attn_zoo.errors import UnsupportedError
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short
+from attn_zoo.kernels.compiled_code import MAX_COMPILED, keep_compiled_code_apart, short_vectors_for
 from attn_zoo.kernels.trace import note_path
 
 BLOCK_SIZE = 128  # the kernels' own default
-MAX_KERNELS = 256  # compiled variants kept: one for each shape. Beyond it compilation raises, never falls back.
 
 
 def why_not(query: Tensor, *, needs_grad: bool, dropout_p: float) -> str | None:
@@ -101,7 +100,6 @@ def _block_mask(
 @functools.cache
 def _compiled() -> Callable[..., Any]:
     keep_compiled_code_apart()
-    keep_vectors_short()
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
@@ -135,7 +133,8 @@ def run_compiled(
 
     score_mod = None if slopes is None else alibi
     try:
-        with torch._dynamo.config.patch(recompile_limit=MAX_KERNELS):
+        # One for each shape; beyond the limit `fullgraph` has it raise, and never fall back.
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED), short_vectors_for(query.dtype):
             return _compiled()(query, key, value, score_mod=score_mod, block_mask=mask, **options)
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().partition("\n")[0]

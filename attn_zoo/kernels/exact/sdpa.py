@@ -24,6 +24,7 @@ from attn_zoo.kernels.exact.backends import (
     Backend,
     ExactCall,
     ScoreBias,
+    choose,
     sdpa_arguments,
     select,
     select_while_compiling,
@@ -126,6 +127,10 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
     """
     if reason:
         raise UnsupportedError("backend", f"backend {name!r} cannot serve this call: {reason}")
+    if name == "unmasked":
+        name = choose(call._replace(key_padding_mask=None))
+        if call.key_padding_mask is not None and call.query.shape[0]:
+            return partial(_unmasked, name)
     if name == "varlen" and call.query.shape[0]:
         return _varlen
     attend = _attend_at_every_key(name, call)
@@ -411,6 +416,19 @@ def _dropout(call: ExactCall) -> Tensor:
 
 
 # --- kernels of others ---
+
+
+def _unmasked(name: str, call: ExactCall) -> Tensor:
+    """Attend without a mask by torch's kernel `name`."""
+    from attn_zoo.kernels.exact import unmasked  # needs Triton
+
+    assert call.key_padding_mask is not None
+    note_path(f"unmasked.{name}")
+    inputs = _contiguous_rows(call.query, call.key, call.value)
+    if torch.is_autocast_enabled(call.query.device.type):
+        inputs = _as_autocast_would(*inputs)
+    padding = call.key_padding_mask
+    return unmasked.attend(*inputs, key_padding_mask=padding, operator=OPERATORS[name], dropout_p=call.dropout_p)
 
 
 def _varlen(call: ExactCall) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attn_zoo.discovery.global_state import settings_kept
 from attn_zoo.errors import AttnZooError
+from attn_zoo.kernels.compiled_code import allow_compilations
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import failure_record
@@ -43,9 +44,6 @@ ONCE_MORE_BELOW_MS = 2_000.0
 ONCE_PHASES = ("gate", "probe", "energy", "memory", "count")
 """What a repeat of a cell goes without, but for a look at its first and last output, which is part of the probe."""
 
-MAX_COMPILED = 256
-"""Forms of one function that are compiled: the shapes of a gate and of all cells of a process. torch stops at 8."""
-
 RETAKES = 2
 """How often disturbed samples are thrown away and taken again; the last ones stay, flagged."""
 
@@ -59,10 +57,7 @@ def _refuse_uncompiled() -> None:
     An error is better than the time of something else. Where nothing has loaded the compiler, nothing is compiled yet.
     """
     if "torch._dynamo" in sys.modules:
-        from torch._dynamo import config
-
-        config.recompile_limit = max(config.recompile_limit, MAX_COMPILED)
-        config.fail_on_recompile_limit_hit = True
+        allow_compilations()
 
 
 @contextmanager

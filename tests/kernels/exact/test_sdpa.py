@@ -78,32 +78,36 @@ def test_the_table_is_complete_and_has_sources():
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_on_a_gpu_padded_keys_are_packed_where_they_can_be(monkeypatch, served):
+def test_on_a_gpu_padding_is_counted_or_packed_where_it_can_be(monkeypatch, served):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "_HAS_TRITON", True)
     monkeypatch.setattr(varlen, "why_not", lambda *_, **__: None if served else "not here")
     for name in ("cudnn", "flash", "efficient"):
         monkeypatch.setitem(backends._WHY_NOT, name, lambda _: None)
 
-    def tensor(length):
-        device = torch.device("cuda")
-        return SimpleNamespace(device=device, is_cuda=True, shape=(2, H, length, D), requires_grad=False)
+    def tensor(length, num_heads=H):
+        like = {"device": torch.device("cuda"), "is_cuda": True, "dtype": torch.bfloat16, "requires_grad": False}
+        return SimpleNamespace(shape=(2, num_heads, length, D), numel=lambda: length, **like)
 
     long, few = tensor(8192), tensor(4096)
     packed = "varlen" if served else "cudnn"
     plain = call(query=long, key=long, value=long)
     padded = plain._replace(key_padding_mask=half_padded(8192))
-    assert choose(padded) == packed
+    grouped = padded._replace(key=tensor(8192, 1), value=tensor(8192, 1))
+    assert choose(padded) == "unmasked"
+    assert choose(grouped) == packed
     assert choose(padded._replace(is_causal=True)) == "efficient"
     assert choose(plain) == "cudnn"
     assert choose(plain._replace(query=tensor(1))) == "flash", "cuDNN would plan for every token"
     assert choose(plain._replace(query=few, is_causal=True)) == ("varlen" if served else "efficient")
     short = padded._replace(query=few, key=few, value=few, key_padding_mask=half_padded(4096))
     small = short._replace(query=tensor(64))
+    assert choose(short) == "unmasked"
     assert choose(small) == "efficient", "packing, or a plan of cuDNN, would take longer than it saves"
     assert choose(small._replace(key_padding_mask=None)) == "cudnn", "which torch takes there too"
     assert choose(short._replace(query=tensor(64)), is_compiled=True) == packed
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert choose(padded) == "cudnn", "who switches flash off gets none"
+    assert choose(grouped) == "cudnn", "who switches flash off gets none"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert choose(padded) == "efficient", "a mask makes cuDNN slow there"
     assert choose(plain) == choose(plain._replace(query=tensor(1))) == "flash"
@@ -740,7 +744,9 @@ def test_large_padding_reaches_no_gradient_where_rows_see_nothing_else(key_len, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "math", "flash", "efficient", "cudnn", "varlen", "flex", "xformers"])
+@pytest.mark.parametrize(
+    "backend", ["auto", "math", "flash", "efficient", "cudnn", "unmasked", "varlen", "flex", "xformers"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
     served = 0
@@ -762,7 +768,9 @@ def test_kernels_on_gpu_equal_the_oracle_or_refuse(backend, dtype):
                         raise
                     continue
                 served += 1
-                assert backend == "auto" or any(backend in path for path in paths)
+                is_masked = "key_padding_mask" in arguments
+                wanted = "cudnn" if backend == "unmasked" and not is_masked else backend  # without padding, as it is
+                assert backend == "auto" or any(wanted in path for path in paths)
                 plain, exact = attend(*tensors, backend="math", **arguments), oracle(*tensors, **arguments)
                 assert_exact(output, plain, exact, what=f"{backend} {arguments}")
                 grads = [torch.autograd.grad(x.sum(), tensors) for x in (output, plain, exact)]
@@ -781,7 +789,8 @@ def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
     tensors = draw(6144, dtype=torch.bfloat16, device="cuda")
     with recording() as paths:
         attend(*tensors, key_padding_mask=half_padded(6144, "cuda")).sum().backward()
-    assert paths == ["varlen.flash"], "there is enough to compute for packing to pay"
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    assert paths == ["unmasked.cudnn" if is_hopper else "varlen.flash"], "there is enough to compute for it to pay"
 
 
 def test_every_backend_has_its_check():

@@ -19,10 +19,12 @@ from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds.scaling import CallWorkload, make_call_workload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
+from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure import capture
 from attn_zoo.measure.energy import Clocks
 from attn_zoo.records import Cell
+from attn_zoo.registry import variants
 from attn_zoo.training import TrainingResult
 from tests.conformance.broken import Broken, Softmax, registered
 from tests.matrix.conftest import run_cell, run_cells_in_turns, tiny_plan
@@ -173,8 +175,9 @@ def test_float32_is_measured_with_all_its_digits(monkeypatch):
     """On a GPU convolutions and recurrent layers alone would be rounded: torch lets cuDNN, but not products."""
     found = []
     monkeypatch.setattr(run_order, "run_order", lambda *_: found.append(torch.backends.cudnn.allow_tf32))
-    on_gpu = WorkOrder(cells=(cell(device="cuda"),), budget_s=0.1)  # for one of a CPU this process would be limited
-    run_order.answer(on_gpu, lambda _: None)
+    digest = source_digest(variants["full"], CALL_ROOMS, "cuda")
+    on_gpu = cell(device="cuda", variant_digest=digest)  # for one of a CPU this process would be limited
+    run_order.answer(WorkOrder(cells=(on_gpu,), budget_s=0.1), lambda _: None)
     assert found == [False]
     assert torch.backends.cudnn.allow_tf32
 

@@ -12,6 +12,7 @@ from torch._dynamo import config
 
 from attn_zoo import AbstractMixer, VariantConfig, register_mixer
 from attn_zoo.errors import ConfigError
+from attn_zoo.kernels import compiled_code
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.matrix.cell import trial
 from attn_zoo.matrix.drive.progress import Progress
@@ -194,8 +195,7 @@ def test_every_cell_of_a_process_is_compiled_or_fails(graphs, monkeypatch):
     assert [run_cell(cell).status for cell in three[:2]] == ["ok", "ok"]
     assert len(graphs) == 2
     config.recompile_limit = 1
-    for module in (updates, trial):
-        monkeypatch.setattr(module, "MAX_COMPILED", 2)
+    monkeypatch.setattr(compiled_code, "MAX_COMPILED", 2)
     record = run_cell(three[2])
     assert record.status == "error", record
     assert "recompile_limit" in record.reason
