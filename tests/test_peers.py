@@ -117,15 +117,6 @@ assert seen.shape == (2, 16, 16), seen.shape
 mask = module._masks[1000][0]
 assert torch.equal(mask.to_dense()[0].bool(), seen)
 
-# On a CPU with AVX-512, whatever ours took before in this process: as wide as torch takes it, but for 16-bit numbers.
-from torch._inductor import config
-torch.backends.cpu.get_cpu_capability = lambda: "AVX512"
-config.cpp.simdlen, widths = 256, []
-module.forward.__globals__["run_compiled"] = lambda query, *_, **__: widths.append(config.cpp.simdlen) or query
-for dtype in (torch.float32, torch.bfloat16):
-    module.forward(*[nothing.to(dtype)] * 3)
-assert (widths, config.cpp.simdlen) == ([512, 256], 256), widths
-
 # As on a Hopper GPU, where blocks of 64 have no backward.
 importlib.util.find_spec = lambda name: object()
 torch.cuda.get_device_capability = lambda *_: (9, 0)
