@@ -32,7 +32,7 @@ under a mask.
 UNMASKED_SCORES = 1 << 24
 """Of an eager call under a mask: with fewer, to make its padding countable takes the host longer than it saves the GPU.
 
-By estimate: so many take the efficient kernel 0.2 ms with their gradient, and cuDNN 0.05.
+So many are 1024 tokens of 16 heads, where cuDNN with a mask takes 0.15 ms less than the efficient kernel (see below).
 """
 
 PLANNED_SCORES = 1 << 28
@@ -41,6 +41,11 @@ PLANNED_SCORES = 1 << 28
 On an H100 a plan for forward and backward takes 0.15 s (torch 2.11, 16 heads of 64, bfloat16). A call saves 0.15 ms of
 what the efficient kernel takes at 1024 tokens, 1.8 ms at 4096, so a plan is repaid by 900 calls or by 80.
 """
+
+EAGER_ONLY = frozenset({"unmasked"})
+"""Backends whose launches torch's compiler cannot trace."""
+
+_HAS_TRITON = find_spec("triton") is not None
 
 PINS = {
     "math": SDPBackend.MATH,
@@ -166,8 +171,8 @@ PREFERENCES: tuple[Preference, ...] = (
         "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times; "
         "packed keys are level with it where an eighth is padding. To make padding countable takes seven readings or "
         "writings of a tensor and one without a mask, by arithmetic 1.04 times as long at 4096 keys "
-        "(benchmarks/NOTES.md); not seen on a card. Packing would pay from 40 % of padding on, which the host cannot "
-        "know",
+        "(benchmarks/NOTES.md); not seen on a card. Packing pays where two fifths of 16 384 keys are padding, which "
+        "the host cannot know",
     ),
     Preference(
         device="cuda",
@@ -265,13 +270,10 @@ def _why_not_unmasked(call: ExactCall) -> str | None:
         return reason
     if not _HAS_TRITON:
         return "the package triton is not installed"
-    name = choose(call._replace(key_padding_mask=None))
+    name = choose_without_mask(call)
     if name not in ("cudnn", "flash") or call.query.shape[-1] % 8 or call.key.numel() == 0:
         return f"it needs cuDNN's or the flash kernel and heads of a multiple of 8; without a mask it would be {name!r}"
     return None
-
-
-_HAS_TRITON = find_spec("triton") is not None
 
 
 def _why_not_varlen(call: ExactCall) -> str | None:
@@ -316,12 +318,17 @@ def choose(call: ExactCall, *, is_compiled: bool = False) -> str:
         is_alike = row.has_bias in (None, call.has_bias) and row.has_row_bias in (None, call.has_row_bias)
         fits = row.capability in (None, capability) and is_alike and row.is_step in (None, query_len == 1)
         if row.device == device.type and fits:
-            # Compiled, packing costs few launches, and a shape comes again.
-            order = [backend for backend in row.order if is_compiled or num_scores >= least.get(backend, 0)]
-            if is_compiled and "unmasked" in order:
-                order.remove("unmasked")
+            if is_compiled:  # packing costs few launches, and a shape comes again
+                order = [backend for backend in row.order if backend not in EAGER_ONLY]
+            else:
+                order = [backend for backend in row.order if num_scores >= least.get(backend, 0)]
             return next(backend for backend in order if why_not(backend, call) is None)
     return "math"
+
+
+def choose_without_mask(call: ExactCall) -> str:
+    """Return the kernel that `"unmasked"` runs."""
+    return choose(call._replace(key_padding_mask=None))
 
 
 def select(backend: str, call: ExactCall, *, is_compiled: bool = False) -> tuple[str, str | None]:
@@ -334,7 +341,7 @@ def select(backend: str, call: ExactCall, *, is_compiled: bool = False) -> tuple
         call: to be served.
         is_compiled: by torch's compiler, for which `call` is a small one of the same kind.
     """
-    if backend == "unmasked" and is_compiled:
+    if is_compiled and backend in EAGER_ONLY:
         return backend, "torch's compiler cannot trace its launches"
     if backend != "auto":
         reason = why_not(backend, call)

@@ -24,7 +24,7 @@ from attn_zoo.kernels.exact.backends import (
     Backend,
     ExactCall,
     ScoreBias,
-    choose,
+    choose_without_mask,
     sdpa_arguments,
     select,
     select_while_compiling,
@@ -128,7 +128,7 @@ def _attend_by(name: str, reason: str | None, call: ExactCall) -> _Attend:
     if reason:
         raise UnsupportedError("backend", f"backend {name!r} cannot serve this call: {reason}")
     if name == "unmasked":
-        name = choose(call._replace(key_padding_mask=None))
+        name = choose_without_mask(call)
         if call.key_padding_mask is not None and call.query.shape[0]:
             return partial(_unmasked, name)
     if name == "varlen" and call.query.shape[0]:

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, D417
+# ruff: noqa: ANN001, ANN201, ANN202, D417
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Exact attention over padded keys by a kernel that is given no mask: padding is made countable, and taken out again.
 
@@ -43,6 +43,16 @@ LEAST_SHARE = 1 / 16
 
 _MEAN_NUMBERS = 1 << 14  # of a step: enough loads under way in a program, of which there is one for each head
 _TILE = 64
+
+
+@triton.jit
+def _keys_of_program(padding, num_heads, key_len, block_k: tl.constexpr):
+    """Return batch entry, head, the keys of a program as a column, and which of them exist and which are there."""
+    batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    key_at = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    is_key = key_at < key_len
+    is_there = tl.load(padding + batch.to(tl.int64) * key_len + key_at, mask=is_key, other=1) == 0
+    return batch, head, key_at.to(tl.int64)[:, None], is_key[:, None], is_there[:, None]
 
 
 @triton.jit(do_not_specialize=["num_heads", "key_len"])
@@ -107,16 +117,15 @@ def centre_kernel(
     block_k: tl.constexpr,
 ):
     """Write keys less their mean, and values; zeros in padding, whatever it holds. `mean_kernel` has the arguments."""
-    program = tl.program_id(1)
-    batch, head = program // num_heads, program % num_heads
-    features, key_at = tl.arange(0, block_d), tl.program_id(0) * block_k + tl.arange(0, block_k)
-    is_feature, is_key = (features < head_dim)[None, :], (key_at < key_len)[:, None]
-    is_there = tl.load(padding + batch.to(tl.int64) * key_len + key_at, mask=key_at < key_len, other=1) == 0
-    is_read, far = is_there[:, None] & is_feature, key_at.to(tl.int64)[:, None]
-    mean = tl.load(means + program.to(tl.int64) * head_dim + features, mask=features < head_dim, other=0.0)
+    batch, head, far, is_key, is_there = _keys_of_program(padding, num_heads, key_len, block_k)
+    features = tl.arange(0, block_d)
+    is_feature = (features < head_dim)[None, :]
+    is_read = is_there & is_feature
+    means += tl.program_id(1).to(tl.int64) * head_dim
+    mean = tl.load(means + features, mask=features < head_dim, other=0.0)
     place = sequence_start(key, key_strides, batch, head) + far * key_strides.token + features[None, :]
     keys = tl.load(place, mask=is_read, other=0.0).to(tl.float32) - mean[None, :]
-    keys = tl.where(is_there[:, None], keys, 0.0)
+    keys = tl.where(is_there, keys, 0.0)
     place = sequence_start(centred, centred_strides, batch, head) + far * centred_strides.token + features[None, :]
     tl.store(place, keys.to(key.dtype.element_ty), mask=is_key & is_feature)
     place = sequence_start(value, value_strides, batch, head) + far * value_strides.token + features[None, :]
@@ -207,11 +216,9 @@ def blank_kernel(
     block_k: tl.constexpr,
 ):
     """Write zeros to the gradients of padding, `[B, H, S, D]`."""
-    program = tl.program_id(1)
-    batch, head = program // num_heads, program % num_heads
-    features, key_at = tl.arange(0, block_d), tl.program_id(0) * block_k + tl.arange(0, block_k)
-    is_there = tl.load(padding + batch.to(tl.int64) * key_len + key_at, mask=key_at < key_len, other=0) == 0
-    is_written, far = (is_there == 0)[:, None] & (features < head_dim)[None, :], key_at.to(tl.int64)[:, None]
+    batch, head, far, is_key, is_there = _keys_of_program(padding, num_heads, key_len, block_k)
+    features = tl.arange(0, block_d)
+    is_written = is_key & (is_there == 0) & (features < head_dim)[None, :]
     zeros = tl.zeros([block_k, block_d], grad_key.dtype.element_ty)
     place = sequence_start(grad_key, grad_key_strides, batch, head) + far * grad_key_strides.token
     tl.store(place + features[None, :], zeros, mask=is_written)

@@ -202,7 +202,7 @@ class TestInterpreted:
     def test_exact_attention_takes_it(self, kernel, monkeypatch):
         monkeypatch.setattr(sdpa, "_remembered", {})
         monkeypatch.setattr(sdpa, "select", lambda *_: ("unmasked", None))
-        monkeypatch.setattr(sdpa, "choose", lambda _: "cudnn")
+        monkeypatch.setattr(sdpa, "choose_without_mask", lambda _: "cudnn")
         monkeypatch.setitem(OPERATORS, "cudnn", ON_CPU)
         (grad, *tensors), mask = draw(40, 70), some_padding(70)
         spread = [torch.stack((x, x), -1)[..., 0] for x in tensors]  # whose features do not lie side by side
