@@ -41,7 +41,8 @@ from attn_zoo.kernels.once_differentiable import once_differentiable
 LEAST_SHARE = 1 / 16
 """Of Z in Z': an error of Z', some 2^-20 where a kernel sums up in float32, is up to 16 times as much of Z."""
 
-_MEAN_NUMBERS = 1 << 14  # of a step: enough loads under way in a program, of which there is one for each head
+_SUM_NUMBERS = 1 << 14  # of a step: enough loads under way in a program
+_PART = 1024  # keys of a part at least; a sequence has up to sixteen, so that few heads fill a GPU too
 _TILE = 64
 
 
@@ -56,35 +57,39 @@ def _keys_of_program(padding, num_heads, key_len, block_k: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_heads", "key_len"])
-def mean_kernel(
+def sum_kernel(
     key,
     key_strides,
     padding,
-    means,
+    sums,
+    weights,
     counts,
     num_heads,
     key_len,
     head_dim: tl.constexpr,
+    num_parts: tl.constexpr,
     block_d: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """Write the weighted mean of the keys that are there, and how many there are, for one sequence and head.
+    """Write, of the keys that are there in a part of a sequence, the weighted sum, the weights' sum and the number.
 
     Args:
         key: `[B, H, S, D]`.
-        padding: `[B, S]`, not 0 where there is none.
-        means: float32 `[B, H, D]`.
-        counts: int32 `[B, H]`.
+        padding: `[B, S]`, not 0 where there is padding.
+        sums: float32 `[B, H, parts, D]`.
+        weights: float32 `[B, H, parts]`.
+        counts: int32 `[B, H, parts]`.
     """
-    program = tl.program_id(0)
+    part, program = tl.program_id(0), tl.program_id(1)
     batch, head = program // num_heads, program % num_heads
+    part_len = tl.cdiv(tl.cdiv(key_len, num_parts), block_k) * block_k
     features, within = tl.arange(0, block_d), tl.arange(0, block_k)
     start = sequence_start(key, key_strides, batch, head)
     padding += batch.to(tl.int64) * key_len
     total = tl.zeros([block_k, block_d], tl.float32)
     weight = tl.zeros([block_k], tl.float32)
     count = tl.zeros([block_k], tl.int32)
-    for first in range(0, key_len, block_k):
+    for first in range(part * part_len, tl.minimum((part + 1) * part_len, key_len), block_k):
         key_at = first + within
         is_there = tl.load(padding + key_at, mask=key_at < key_len, other=1) == 0
         place = start + key_at.to(tl.int64)[:, None] * key_strides.token + features[None, :]
@@ -93,9 +98,10 @@ def mean_kernel(
         total += keys * share[:, None]
         weight += tl.where(is_there, share, 0.0)
         count += is_there.to(tl.int32)
-    tl.store(counts + program, tl.sum(count, 0))
-    mean = tl.sum(total, 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
-    tl.store(means + program.to(tl.int64) * head_dim + features, mean, mask=features < head_dim)
+    to = program.to(tl.int64) * num_parts + part
+    tl.store(weights + to, tl.sum(weight, 0))
+    tl.store(counts + to, tl.sum(count, 0))
+    tl.store(sums + to * head_dim + features, tl.sum(total, 0), mask=features < head_dim)
 
 
 @triton.jit(do_not_specialize=["num_heads", "key_len"])
@@ -105,7 +111,8 @@ def centre_kernel(
     value,
     value_strides,
     padding,
-    means,
+    sums,
+    weights,
     centred,
     centred_strides,
     kept,
@@ -113,16 +120,18 @@ def centre_kernel(
     num_heads,
     key_len,
     head_dim: tl.constexpr,
+    num_parts: tl.constexpr,
     block_d: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """Write keys less their mean, and values; zeros in padding, whatever it holds. `mean_kernel` has the arguments."""
+    """Write keys less their mean, and values; zeros in padding, whatever it holds. `sum_kernel` has the arguments."""
     batch, head, far, is_key, is_there = _keys_of_program(padding, num_heads, key_len, block_k)
     features = tl.arange(0, block_d)
     is_feature = (features < head_dim)[None, :]
     is_read = is_there & is_feature
-    means += tl.program_id(1).to(tl.int64) * head_dim
-    mean = tl.load(means + features, mask=features < head_dim, other=0.0)
+    part = tl.program_id(1).to(tl.int64) * num_parts + tl.arange(0, num_parts)
+    found = tl.load(sums + part[:, None] * head_dim + features[None, :], mask=is_feature, other=0.0)
+    mean = tl.sum(found, 0) / tl.maximum(tl.sum(tl.load(weights + part), 0), 1e-30)
     place = sequence_start(key, key_strides, batch, head) + far * key_strides.token + features[None, :]
     keys = tl.load(place, mask=is_read, other=0.0).to(tl.float32) - mean[None, :]
     keys = tl.where(is_there, keys, 0.0)
@@ -150,6 +159,7 @@ def finish_kernel(
     query_len,
     key_len,
     head_dim: tl.constexpr,
+    num_parts: tl.constexpr,
     block_d: tl.constexpr,
     block_q: tl.constexpr,
     block_k: tl.constexpr,
@@ -160,6 +170,7 @@ def finish_kernel(
     Args:
         query: `[B, H, L, D]`; so `output`.
         centred: keys `[B, H, S, D]`, zeros in padding.
+        counts: int32 `[B, H, parts]`, of the keys that are there.
         lse: float32 `[B, H, L]`.
         scale: of the scores.
         least_share: of a row's sum that must be left without padding, or it is made anew.
@@ -169,7 +180,7 @@ def finish_kernel(
     features, query_at = tl.arange(0, block_d), tl.program_id(0) * block_q + tl.arange(0, block_q)
     is_query = query_at < query_len
     is_read, far = is_query[:, None] & (features < head_dim)[None, :], query_at.to(tl.int64)[:, None]
-    count = tl.load(counts + program)
+    count = tl.sum(tl.load(counts + program.to(tl.int64) * num_parts + tl.arange(0, num_parts)), 0)
     sums = lse + program.to(tl.int64) * query_len + query_at
     before = tl.load(sums, mask=is_query, other=0.0)
     share = tl.full([block_q], 1.0, tl.float32)
@@ -227,7 +238,7 @@ def blank_kernel(
 
 
 class _Launches(NamedTuple):
-    mean: CachedLaunch
+    sum: CachedLaunch
     centre: CachedLaunch
 
 
@@ -246,6 +257,11 @@ def _sizes(heads: Tensor) -> dict[str, int]:
     }
 
 
+def _parts(key_len: int) -> int:
+    parts: int = triton.next_power_of_2(-(-key_len // _PART))
+    return min(16, max(2, parts))
+
+
 def _strides(**tensors: Tensor) -> dict[str, Any]:
     return {f"{name}_strides": strides_of(tensor) for name, tensor in tensors.items()}
 
@@ -255,11 +271,12 @@ def _grid(heads: Tensor) -> tuple[int, int]:
 
 
 def _make(key: Tensor, value: Tensor, centred: Tensor, kept: Tensor) -> _Launches:
-    sizes = {**_sizes(key), "key_len": key.shape[2], "num_warps": 8}
-    mean = {**sizes, **_strides(key=key), "block_k": _MEAN_NUMBERS // sizes["block_d"]}
+    parts = _parts(key.shape[2])
+    sizes = {**_sizes(key), "key_len": key.shape[2], "num_parts": parts, "num_warps": 8}
+    total = {**sizes, **_strides(key=key), "block_k": _SUM_NUMBERS // sizes["block_d"]}
     centre = {**sizes, **_strides(key=key, value=value, centred=centred, kept=kept), "block_k": _TILE, "num_warps": 4}
-    programs = key.shape[0] * key.shape[1]
-    return _Launches(CachedLaunch(mean_kernel, (programs,), mean), CachedLaunch(centre_kernel, _grid(key), centre))
+    grid = parts, key.shape[0] * key.shape[1]
+    return _Launches(CachedLaunch(sum_kernel, grid, total), CachedLaunch(centre_kernel, _grid(key), centre))
 
 
 def _finish(query: Tensor, centred: Tensor, output: Tensor) -> CachedLaunch:
@@ -269,6 +286,7 @@ def _finish(query: Tensor, centred: Tensor, output: Tensor) -> CachedLaunch:
         "scale": query.shape[3] ** -0.5,
         "query_len": query.shape[2],
         "key_len": centred.shape[2],
+        "num_parts": _parts(centred.shape[2]),
         "block_q": _TILE,
         "block_k": _TILE,
         "least_share": LEAST_SHARE,
@@ -288,12 +306,13 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Return centred keys, values without padding, and the operator's results, put right."""
     centred, kept = torch.empty_like(key), torch.empty_like(value)
-    means = key.new_empty((*key.shape[:2], key.shape[3]), dtype=torch.float32)
-    counts = key.new_empty(key.shape[:2], dtype=torch.int32)
+    parts = (*key.shape[:2], _parts(key.shape[2]))
+    sums, weights = (key.new_empty(shape, dtype=torch.float32) for shape in ((*parts, key.shape[3]), parts))
+    counts = key.new_empty(parts, dtype=torch.int32)
     made = remembered(_made, kind_of(key, value, padding), lambda: _make(key, value, centred, kept))
     with on_device_of(key):
-        made.mean(key, padding, means, counts)
-        made.centre(key, value, padding, means, centred, kept)
+        made.sum(key, padding, sums, weights, counts)
+        made.centre(key, value, padding, sums, weights, centred, kept)
         output, lse, *rest = operator.forward(query, centred, kept, dropout_p, False, True)
         assert lse.is_contiguous()
         kind = kind_of(query, centred, padding, output, lse)

@@ -142,7 +142,9 @@ class TestInterpreted:
     pytestmark = interpreted
 
     @pytest.mark.parametrize("make_mask", [some_padding, much_padding, nearly_all])
-    @pytest.mark.parametrize(("query_len", "key_len", "head_dim"), [(100, 100, 64), (30, 300, 40), (1, 70, 128)])
+    @pytest.mark.parametrize(
+        ("query_len", "key_len", "head_dim"), [(100, 100, 64), (30, 300, 40), (1, 70, 128), (5, 2100, 64)]
+    )
     def test_equals_float64(self, kernel, make_mask, query_len, key_len, head_dim):
         grad, *tensors = draw(query_len, key_len, head_dim)
         mask = make_mask(key_len)
@@ -230,11 +232,11 @@ def test_the_kernels_compile_for_hopper_without_spills(kernel, head_dim, tmp_pat
     from tests.kernels.blocks.test_triton_compiled import compiled, spilled_bytes
 
     block_d = triton.next_power_of_2(head_dim)
-    sizes = {"head_dim": head_dim, "block_d": block_d}
+    sizes, parts = {"head_dim": head_dim, "block_d": block_d}, {"num_parts": 16}
     for each, more, num_warps in (
-        (kernel.mean_kernel, {"block_k": kernel._MEAN_NUMBERS // block_d}, 8),
-        (kernel.centre_kernel, {"block_k": kernel._TILE}, 4),
-        (kernel.finish_kernel, {"block_q": kernel._TILE, "block_k": kernel._TILE, "least_share": 0.01}, 4),
+        (kernel.sum_kernel, {**parts, "block_k": kernel._SUM_NUMBERS // block_d}, 8),
+        (kernel.centre_kernel, {**parts, "block_k": kernel._TILE}, 4),
+        (kernel.finish_kernel, {**parts, "block_q": kernel._TILE, "block_k": kernel._TILE, "least_share": 0.01}, 4),
         (kernel.blank_kernel, {"block_k": kernel._TILE}, 4),
     ):
         built = compiled(each, "bf16", {**sizes, **more}, {"num_warps": num_warps})
