@@ -41,6 +41,11 @@ def _keep_what_is_freed() -> None:
 
 _keep_what_is_freed()
 
+# Beside each of several workers torch's compiler would start a process for each core and wait for them at the end: on a
+# card two of twelve workers did so when all tests had passed (torch 2.11, for up to five minutes).
+if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # A shell has what it starts in the background ignore Ctrl-C, and so do the runs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -225,6 +225,28 @@ def test_energy_is_said_to_count_a_gpu_that_waits(tmp_path, host_ms, is_said):
     assert "energy" not in without.note.casefold()
 
 
+def test_energy_has_a_figure_and_a_sentence_where_it_was_measured(tmp_path):
+    """At 4096 tokens the host is the limit of the cheaper one, so what the GPU draws meanwhile is no mechanism's."""
+    joules = {"full": (0.4, 6.25), "linformer": (0.13, 0.25)}
+    records = []
+    for name, known in joules.items():
+        for length, each in zip((4096, 16384), known, strict=True):
+            record = on_gpu(name, length, each, graph=True)
+            assert record.timing is not None
+            is_bound = (name, length) == ("linformer", 4096)
+            timing = replace(record.timing, host_ms=9.0 if is_bound else 1e-3)
+            records.append(replace(record, energy_joules=each, timing=timing))
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    assert "Energy of a call at 16k: linformer 250 mJ, full 6.25 J." in findings(analysis)
+    (picture,) = [one for one in pictures_of(analysis) if one.name.startswith("energy-")]
+    assert picture.section == "efficiency"
+    assert "linformer: 130 mJ at 4k (waits for the host), 250 mJ at 16k" in picture.alt, picture.alt
+    assert "full: 400 mJ at 4k, 6.25 J at 16k" in picture.alt, picture.alt
+    bare = analyse([write_run(tmp_path / "bare", [replace(record, energy_joules=None) for record in records])])
+    assert not any("nergy" in text for text in findings(bare))
+    assert not any(one.name.startswith("energy-") for one in pictures_of(bare))
+
+
 @pytest.mark.parametrize("graph", [False, True], ids=["older", "new"])
 def test_of_one_length_nobody_knows_whether_calls_wait_unless_the_gpu_alone_was_timed(tmp_path, graph):
     records = [on_gpu(variant, 1024, 0.1, graph=graph) for variant in ("full", "linformer")]

@@ -82,6 +82,11 @@ class Point:
         return self.timing.graph_ms
 
     @property
+    def energy_joules(self) -> float | None:
+        """Of one call of many, one after another; None where it was not measured."""
+        return self.record.energy_joules
+
+    @property
     def is_host_bound(self) -> bool:
         """Whether a GPU waits between two such calls: the host takes longer to enqueue one than the GPU to run it."""
         if self.timing.host_ms is None or self.device_ms is None:

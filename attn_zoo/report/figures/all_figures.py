@@ -17,7 +17,7 @@ from attn_zoo.report.figures.exchanges import draw_exchanges
 from attn_zoo.report.figures.learning_curves import draw_learning
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.roofline import draw_roofline
-from attn_zoo.report.figures.scaling_curves import draw_memory, draw_speed_up, draw_time
+from attn_zoo.report.figures.scaling_curves import draw_energy, draw_memory, draw_speed_up, draw_time
 from attn_zoo.report.figures.score_rows import draw_scores
 from attn_zoo.report.figures.style import Looks, make_looks, styled
 from attn_zoo.report.figures.tuning_curves import draw_tuning
@@ -50,6 +50,7 @@ FIGURES = (
     FigureEntry("time", "panel", "time", "How long does it take, by length?", draw_time),
     FigureEntry("speedup", "panel", "growth", "How many times as fast is it as exact attention?", draw_speed_up),
     FigureEntry("memory-peak", "panel", "memory", "How much memory must there be?", draw_memory),
+    FigureEntry("energy", "panel", "efficiency", "How many joules does a call take?", draw_energy),
     FigureEntry("roofline", "panel", "efficiency", "How near does a kernel come to the machine's roof?", draw_roofline),
     FigureEntry("approximation", "errors", "approximation", "How near is it to exact attention?", draw_errors),
     FigureEntry("approximation-cost", "errors", "approximation", "What does nearness cost?", draw_error_costs),

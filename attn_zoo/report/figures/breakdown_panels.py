@@ -118,8 +118,8 @@ def _draw_curves(
         drawn = [*(part.mean for _, curve in curves for part in curve), *floors.values()]
         is_near = min(abs(value - chance) for value in drawn) <= FAR * ((max(drawn) - min(drawn)) or 0.1)
         note += f"; {'level line' if is_near else 'off the scale'}: chance {metric.show(chance)}"
-    if vague := [score.name for score, curve in curves if any(_says_nothing(part, metric) for part in curve)]:
-        note += f"; no bar where the interval holds every possible value: {some(vague, len(vague))}"
+    if vague := [score.name for score, curve in curves if any(_says_little(part, metric) for part in curve)]:
+        note += f"; no bar where the interval leaves out less than a tenth of the scale: {some(vague, len(vague))}"
     labels = []
     for score, curve in curves:
         ((x,), y) = curve[-1].place, curve[-1].mean
@@ -145,7 +145,7 @@ def _draw_curves(
         bars = [
             (part.place[0], (part.low, part.high))
             for part in curve
-            if part.low is not None and part.high is not None and not _says_nothing(part, metric)
+            if part.low is not None and part.high is not None and not _says_little(part, metric)
         ]
         style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
         draw_intervals(panel, bars, metric.bounds, tag=Tag(of=score.name), **style)
@@ -155,10 +155,12 @@ def _draw_curves(
     return page
 
 
-def _says_nothing(part: Part, metric: Metric) -> bool:
-    """Tell whether an interval excludes nothing: bars from end to end of several curves would hide each other."""
+def _says_little(part: Part, metric: Metric) -> bool:
+    """Tell whether an interval excludes next to nothing: bars of several curves from end to end would hide others."""
+    if part.low is None or part.high is None:
+        return False
     least, most = metric.bounds
-    return part.low is not None and part.high is not None and part.low <= least and part.high >= most
+    return min(part.high, most) - max(part.low, least) > 0.9 * (most - least)
 
 
 def _property_axis(axes: Axes, values: Sequence[float], words: str) -> None:

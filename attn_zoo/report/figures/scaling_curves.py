@@ -1,4 +1,4 @@
-"""Figures of one panel: time, peak memory, and speed-up over the fastest exact kernel, against length."""
+"""Figures of one panel: time, peak memory, energy, and speed-up over the fastest exact kernel, against length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
-from attn_zoo.report.units import human_bytes, human_length, human_ms, human_slope, ratio, ratio_interval, some
+from attn_zoo.report.units import (
+    human_bytes,
+    human_joules,
+    human_length,
+    human_ms,
+    human_slope,
+    ratio,
+    ratio_interval,
+    some,
+)
 from attn_zoo.report.wording import MARKS, held_words, marks_of
 
 GUIDE_GAP = 1.7
@@ -127,6 +136,37 @@ def draw_memory(panel: Panel, looks: Looks) -> Page | None:
         details=lambda curve: (_growth_words(panel.memory[curve.label], ()),),
         draw=lambda axes: _reference_slopes(axes, points),
         said=lambda curve: _exponent_words(panel.memory[curve.label]),
+    )
+    return draw_chart(panel, looks, curves, chart)
+
+
+def draw_energy(panel: Panel, looks: Looks) -> Page | None:
+    """Return joules of a call against length; None where they were not measured.
+
+    Where the host is the limit they are also what the GPU draws while it waits, so no property of the mechanism.
+    """
+
+    def mark(_: Series, point: Point) -> Mark | None:
+        joules, is_waiting = point.energy_joules, point.is_host_bound
+        if not joules:
+            return None
+        own, call = (None, joules) if is_waiting else (joules, None)
+        words = human_joules(joules) + (", while it waits for the host too" if is_waiting else "")
+        return Mark(length=point.seq_len, own=own, call=call, is_waiting=is_waiting, tip=_tip(point, words))
+
+    curves = curves_of(panel, looks, mark)
+    if not curves:
+        return None
+    known = [point for point in panel.points if point.energy_joules]
+    throttled = sum("throttled" in point.doubts for point in known)
+    chart = Chart(
+        title="Energy of a call",
+        show=human_joules,
+        base=10,
+        legend=[_marker("one call of many, one after another")],
+        details=lambda curve: (f"{human_joules(curve.best[-1][1])} at {human_length(curve.best[-1][0])}",),
+        draw=lambda axes: _reference_slopes(axes, [point for curve in curves for point in curve.best]),
+        note=f"; {throttled} of {len(known)} {MARKS['throttled'][1]}" if throttled else "",
     )
     return draw_chart(panel, looks, curves, chart)
 

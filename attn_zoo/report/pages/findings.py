@@ -25,7 +25,7 @@ from attn_zoo.report.tables.front_table import shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import factor_text, weights_words
-from attn_zoo.report.units import FEW, capital, human_bytes, human_length, human_ms, percent, some
+from attn_zoo.report.units import FEW, capital, human_bytes, human_joules, human_length, human_ms, percent, some
 from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, outcome
 
 EXPLANATION = (
@@ -295,7 +295,8 @@ def findings(analysis: Analysis) -> list[str]:
     said = list(dict.fromkeys(f"Causal {caveat}." for one in analysis.panels for caveat in one.caveats))[:2]
     said += _contradictions(analysis)
     if panel is not None:
-        said += [_growth_line(panel), _crossing_line(panel), _memory_line(panel), _weights_line(panel)]
+        lines = _growth_line, _crossing_line, _memory_line, _energy_line, _weights_line
+        said += [line(panel) for line in lines]
     columns = shown_groups(analysis) if panel is None else ()
     beside = sorted(analysis.accuracy, key=lambda group: group in columns)  # the table beside it has the others
     said += [_score_line(group) for group in beside[: 2 if panel is not None else MOST_SCORES]]
@@ -366,6 +367,18 @@ def _memory_line(panel: Panel) -> str:
     linear = ["exact attention's is linear too: fused kernels store no scores"] if _has_linear_memory(panel) else []
     where = f"{_at(panel)} {human_length(panel.lengths[-1])}"
     return f"Peak memory {where}: {'; '.join([', '.join(said[:FEW]), *beside, *linear])}."
+
+
+def _energy_line(panel: Panel) -> str:
+    length = panel.lengths[-1]
+    known = sorted(
+        (point.energy_joules, series.label, MARKS["host"][0] if point.is_host_bound else "")
+        for series in _judged(panel)
+        for point in series.points
+        if point.seq_len == length and point.energy_joules
+    )
+    said = [f"{label} {marked(human_joules(joules), mark)}" for joules, label, mark in known]
+    return f"Energy of a call {_at(panel)} {human_length(length)}: {', '.join(said)}." if said else ""
 
 
 def _weights_line(panel: Panel) -> str:

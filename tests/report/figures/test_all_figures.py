@@ -1,6 +1,7 @@
 """The list of figures: each is drawn from a run that has something to show in all of them."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from attn_zoo.report.figures.all_figures import FIGURES
@@ -10,7 +11,8 @@ from tests.report.synthetic import CLAIMS, accuracy, approximation, costed, curv
 
 def everything(tmp_path):
     lengths = (512, 1024, 2048)
-    records = [costed(scaling(name, n), n**2 * 100, n * 500) for name in CLAIMS for n in lengths]
+    timed = [costed(scaling(name, n), n**2 * 100, n * 500) for name in CLAIMS for n in lengths]
+    records = [replace(record, energy_joules=1e-6 * (record.cell.seq_len or 0)) for record in timed]
     cells = [{"seq_len": n, "value": 40 / n, "num_items": 9.0} for n in (64.0, 128.0, 256.0)]
     for place, name in enumerate(CLAIMS):
         score = {"curve": curve(0.1, 0.4), "train_flops": 2e13, "breakdown": tuple(cells)}
