@@ -6,15 +6,19 @@
 
 On a GPU calls are enqueued and not waited for. On a CPU they have 16 tokens and one thread, so that there is next to
 nothing to compute. With the stand-in, a driver for which Triton compiles as for an H100 and which launches nothing,
-only torch's own kernels compute; a real driver adds a few microseconds a launch.
+only torch's own kernels compute; a real driver adds a few microseconds a launch. Calls are replayed
+(`kernels/replay.py`) unless ATTN_ZOO_REPLAY is 0, and counted as Python makes them.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import ctypes
 import io
+import os
 import pstats
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_zoo import BuildContext, UnsupportedError, build_attention, build_mixer, list_variants
 from attn_zoo.console import print_table
+from attn_zoo.kernels import cached_launch, replay
 from attn_zoo.kernels.cached_launch import CachedLaunch
 from attn_zoo.registry import variants
 
@@ -76,6 +81,13 @@ class Enqueued(TorchDispatchMode):
         return result
 
 
+_NO_FUNCTION = 0
+
+
+def _is_replayed() -> bool:
+    return os.environ.get("ATTN_ZOO_REPLAY") != "0" and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 @contextmanager
 def stand_in() -> Iterator[None]:
     """Let Triton compile for an H100 that is not there and launch nothing, and let calls on the CPU take its path."""
@@ -95,7 +107,7 @@ def stand_in() -> Iterator[None]:
             self.utils = self
 
         def load_binary(self, *_: object) -> tuple[int, ...]:
-            return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads
+            return 1, _NO_FUNCTION, 0, 0, 1024  # module, function, registers, spills, most threads
 
         def get_current_device(self) -> int:
             return 0
@@ -106,12 +118,21 @@ def stand_in() -> Iterator[None]:
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", 90, 32)
 
+    # In the place of CUDA's launch: it returns its first argument, the function, which as an error means none.
+    launch: Any = ctypes.PyDLL(None).labs
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    address = ctypes.cast(launch, ctypes.c_void_p).value
+    assert address is not None
     with (
+        patch.object(cached_launch, "_driver", lambda: launch),
+        patch.object(replay, "_are_same", lambda *_: True),  # where nothing computes
+        replay.replaying(addresses=(address, address)) if _is_replayed() else nullcontext(),
         patch.object(driver, "_active", Driver()),
         patch.object(compiler, "max_shared_mem", lambda _: 232448),
         patch.object(block_attention, "choose_path", lambda *_, **__: "triton"),
         patch.object(compression, "_choose", lambda *_: "triton"),
-        patch.object(attend, "_IS_INTERPRETED", True),
+        patch.object(attend, "replays_on", lambda _: replay),
+        patch.object(block_attention, "replays_on", lambda _: replay),
         patch.object(few_keys_gradient, "why_not", lambda *_: None),
     ):
         yield
@@ -173,7 +194,7 @@ def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, Call]:
         try:
             calls[name] = make_calls(name, sizes)
             for call in calls[name]:
-                call(), call()  # the first compiles
+                call(), call(), call()  # the first compiles, the second may be recorded
         except UnsupportedError as error:
             calls.pop(name, None)
             print(f"{name}: {error.reason}")
@@ -234,6 +255,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no such variant: {', '.join(sorted(unknown))}; there are {', '.join(list_variants())}")
     torch.set_num_threads(1)
+    if sizes.device == "cuda" and (reason := replay.prepare()) is not None:
+        print(f"calls are not replayed: {reason}")
     with stand_in() if sizes.stand_in else nullcontext():
         calls = show(sizes.names or list(list_variants()), sizes)
         if sizes.profile:

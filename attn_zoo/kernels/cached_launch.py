@@ -9,12 +9,14 @@ Of a launch from the cache only addresses change, so the rest of its arguments l
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,28 @@ from torch import Tensor
 _T = TypeVar("_T")
 
 MAX_KINDS = 1024  # of calls that are remembered; a loop over ever new lengths must not keep them all
+
+
+launch_recorders: list[Callable[[CachedLaunch, tuple[Tensor | None, ...]], None]] = []
+"""Who is told of every launch, with its tensors, once it was made."""
+
+
+class DriverLaunch(NamedTuple):
+    """What CUDA's driver needs to launch a compiled kernel, beside addresses of tensors and a stream.
+
+    Args:
+        function: of the driver.
+        shape: of the grid and of a block, three numbers each, and bytes of shared memory.
+        num_tensors: whose addresses come first.
+        numbers: 8 bytes each, which follow; the last is zero.
+        places: where each argument of the kernel lies among these.
+    """
+
+    function: int
+    shape: tuple[int, ...]
+    num_tensors: int
+    numbers: bytes
+    places: tuple[int, ...]
 
 
 class CachedLaunch:
@@ -41,6 +65,7 @@ class CachedLaunch:
         self._tensor_names = [name for name in kernel.arg_names if name not in rest]
         self._straight: Callable[[int, tuple[int, ...]], int] | None = None
         self._watchers: Sequence[Any] = ()  # of launches, while there are any
+        self.by_driver: DriverLaunch | None = None  # where it is compiled and the driver can launch it
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch it on the current stream.
@@ -48,6 +73,11 @@ class CachedLaunch:
         Args:
             tensors: in the kernel's order, of the kind that the first call was given.
         """
+        self._launch(*tensors)
+        for recorder in launch_recorders:
+            recorder(self, tensors)
+
+    def _launch(self, *tensors: Tensor | None) -> None:
         if self._straight is not None and not self._watchers:
             first = tensors[0]
             assert first is not None
@@ -56,11 +86,13 @@ class CachedLaunch:
         compiled = self._kernel[self._grid](**dict(zip(self._tensor_names, tensors, strict=True)), **self._rest)
         if compiled is not None:  # the interpreter compiles nothing
             arguments = {name: self._rest.get(name, _ADDRESS) for name in self._kernel.arg_names}
-            for make in (_by_driver, _by_triton):
-                self._straight = make(compiled, (*self._grid, 1, 1)[:3], arguments)
-                if self._straight is not None:
-                    break
-            self._watchers = _watchers()
+            blocks = (*self._grid, 1, 1)[:3]
+            self.by_driver = _by_driver(compiled, blocks, arguments)
+            if self.by_driver is None:
+                self._straight = _by_triton(compiled, blocks, arguments)
+            else:
+                self._straight = _straight(compiled, self.by_driver)
+            self._watchers = launch_hooks()
 
 
 _ADDRESS = object()  # stands for that of a tensor among arguments
@@ -69,31 +101,23 @@ _FORMATS |= {"u1": "?", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "
 _NUM_SCRATCH = 4  # versions of Triton end with one or two addresses of scratch memory; what a kernel lacks is not read
 
 
-def _by_driver(
-    compiled: Any, blocks: tuple[int, ...], arguments: dict[str, Any]
-) -> Callable[[int, tuple[int, ...]], int] | None:
-    """Return what has CUDA's driver launch a compiled kernel, which takes a device and the addresses of its tensors.
+def _by_driver(compiled: Any, blocks: tuple[int, ...], arguments: dict[str, Any]) -> DriverLaunch | None:
+    """Return what CUDA's driver needs to launch a compiled kernel.
 
-    Triton's launcher asks the driver about each address and reads each number anew: 8 to 17 us on an H100's host for
-    our kernels, for 5. Returns None for kernels that want more of a launch than a grid, and where this is not CUDA.
+    None for kernels that want more of a launch than a grid, and where this is not CUDA.
 
     Args:
         compiled: what Triton compiled.
         blocks: of the grid, three numbers.
         arguments: of the kernel, in order; `_ADDRESS` for tensors.
     """
-    from triton.runtime import driver
-
-    metadata, launch = getattr(compiled, "metadata", None), _driver()
+    metadata = getattr(compiled, "metadata", None)
     needs = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size", "tensordesc_meta")
-    if launch is None or metadata is None or any(getattr(metadata, name, 0) for name in needs):
+    if _driver() is None or metadata is None or any(getattr(metadata, name, 0) for name in needs):
         return None
     num_warps, num_clustered, shared_bytes = compiled.packed_metadata
     if num_clustered != 1:
         return None
-
-    # One place of 8 bytes for each tensor, in the caller's order, then for the numbers, then one of zero. The driver is
-    # given where each argument of the kernel lies.
     numbers: list[bytes] = []
     places: list[int] = []
     num_tensors = sum(value is _ADDRESS for value in arguments.values())
@@ -110,11 +134,24 @@ def _by_driver(
                 numbers.append(struct.pack(_FORMATS[kind], number).ljust(8, b"\0"))
             else:
                 return None
-    data = ctypes.create_string_buffer(bytes(8 * num_tensors) + b"".join(numbers) + bytes(8))
     places += [num_tensors + len(numbers)] * _NUM_SCRATCH
-    pointers = (ctypes.c_void_p * len(places))(*[ctypes.addressof(data) + 8 * place for place in places])
     shape = *blocks, 32 * num_warps, 1, 1, shared_bytes
-    function, stream_of = compiled.function, driver.active.get_current_stream
+    return DriverLaunch(compiled.function, shape, num_tensors, b"".join(numbers) + bytes(8), tuple(places))
+
+
+def _straight(compiled: Any, native: DriverLaunch) -> Callable[[int, tuple[int, ...]], int]:
+    """Return what has CUDA's driver launch a compiled kernel, which takes a device and the addresses of its tensors.
+
+    Triton's launcher asks the driver about each address and reads each number anew: 8 to 17 us on an H100's host for
+    our kernels, for 5.
+    """
+    from triton.runtime import driver
+
+    launch, stream_of = _driver(), driver.active.get_current_stream
+    assert launch is not None
+    function, shape, num_tensors, numbers, places = native
+    data = ctypes.create_string_buffer(bytes(8 * num_tensors) + numbers)
+    pointers = (ctypes.c_void_p * len(places))(*[ctypes.addressof(data) + 8 * place for place in places])
     fill, lock = struct.Struct(f"{num_tensors}Q").pack_into, Lock()
 
     # `compiled` is kept, as its end would unload the function.
@@ -170,7 +207,8 @@ def _by_triton(
     return straight
 
 
-def _watchers() -> Sequence[Any]:
+@cache
+def launch_hooks() -> Sequence[Any]:
     """Return Triton's own list of what is called before a launch, which changes as hooks come and go."""
     from triton import knobs
 
@@ -186,6 +224,16 @@ def addresses_of(*tensors: Tensor | None) -> tuple[int, ...]:
 def places_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """Return where and how tensors lie: the same for tensors that nobody has moved."""
     return tuple([x if x is None else (x.data_ptr(), x.stride()) for x in tensors])
+
+
+@cache
+def replays_on(device_type: str) -> Any:
+    """Return the module that replays calls (`replay.py`) where kernels of ours are launched, or None."""
+    if find_spec("triton") is None or not (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    from attn_zoo.kernels import replay
+
+    return replay
 
 
 def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:

@@ -25,7 +25,7 @@ from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_d
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
-from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
+from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered, replays_on
 from attn_zoo.kernels.exact.sdpa import exact_attention
 from attn_zoo.kernels.once_differentiable import once_differentiable
 
@@ -89,13 +89,14 @@ class _BlockAttention(torch.autograd.Function):
         padding: Tensor | None,
         path: Backend,
         rest: tuple[Any, ...],
+        recording: Any,
     ) -> tuple[Tensor, Tensor | None]:
         call = BlockCall(query, key, value, padding, *rest)
-        output, lse = _forward(path, call)
+        output, lse = _recorded_forward(recording, path, call)
         is_read = lse is not None and not (path == "gather" and call.has_lse)
         saved = query, key, value, padding, output if is_read else None, lse if is_read else None
         ctx.save_for_backward(*saved)
-        ctx.path, ctx.rest, ctx.places = path, rest, places_of(*saved)
+        ctx.path, ctx.rest, ctx.places, ctx.recording = path, rest, places_of(*saved), recording
         ctx.set_materialize_grads(False)
         return output, lse if call.has_lse else None
 
@@ -105,8 +106,20 @@ class _BlockAttention(torch.autograd.Function):
         # Hooks on saved tensors, such as those that offload them, may change how they lie in memory.
         *inputs, output, lse = saved = ctx.saved_tensors
         call, is_moved = BlockCall(*inputs, *ctx.rest), places_of(*saved) != ctx.places
-        gradients = _backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved)
+
+        def compute() -> tuple[Tensor | None, ...]:
+            return *_backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved), None
+
+        is_recorded = ctx.recording is not None and grad_output is not None
+        gradients = ctx.recording.backward(saved, grad_output, compute) if is_recorded else compute()
         return *gradients, None, None, None
+
+
+def _recorded_forward(recording: Any, path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
+    if recording is None:
+        return _forward(path, call)
+    output, lse = recording.forward(lambda: _forward(path, call))
+    return output, lse
 
 
 # The operator. A pattern is its two tables and some numbers, or the name of a layout's class and its fields.
@@ -290,20 +303,31 @@ def _attend(
         given = (*_as_numbers(pattern), dropout_p, backend, has_lse, needs_grad)
         compiled: tuple[Tensor, Tensor] = _operator(query, key, value, padding, slopes, seed, *given)
         return compiled
+    replays = None
     if isinstance(pattern, PatternLayout):
         pattern = pattern.pattern(str(query.device))
-        is_plain = padding is None and slopes is None and not dropout_p and not has_lse
-        if is_plain and backend == "auto" and pattern.shows_all:  # too short for blocks to hide anything
+        is_plain = slopes is None and not dropout_p and not has_lse
+        if is_plain and backend in ("auto", "triton"):
+            replays = replays_on(query.device.type)
+        if replays and (known := replays.replay(pattern, query, key, value, padding)) is not None:
+            return known, None
+        if is_plain and padding is None and backend == "auto" and pattern.shows_all:  # too short to hide anything
             return exact_attention(query, key, value, score_bias=_no_bias, is_causal=pattern.is_causal), None
     tensors = query, key, value, padding, slopes
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
     rest = pattern, slopes, dropout_p, seed, has_lse, kind
+    recording = None
+    if replays and path == "triton":
+        tables = pattern.indices, pattern.counts, *(pattern.transposed if needs_grad else ())
+        recording = replays.recording_of(pattern, kind, (query, key, value, padding), tables)
     if path == "flex" or not (needs_grad or forward_ad._current_level >= 0):  # forward derivatives are refused below
-        output, lse = _forward(path, BlockCall(query, key, value, padding, *rest))
+        output, lse = _recorded_forward(recording, path, BlockCall(query, key, value, padding, *rest))
+        if recording is not None:
+            recording.learn_forward()
         return output, lse if has_lse else None
-    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, rest)
+    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, rest, recording)
     return attended
 
 

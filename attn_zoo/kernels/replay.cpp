@@ -1,0 +1,372 @@
+// Recorded calls, replayed without Python: see replay.py, which records them, builds this file and says what it is for.
+//
+// A call is known by a token and by how its tensors lie. What it does is a program over slots that hold tensors: those
+// given come first. Forward and backward are two programs; the second begins with slots that the first has left.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <pybind11/stl.h>
+
+namespace {
+
+namespace py = pybind11;
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// cuLaunchKernel: function, grid, block, bytes of shared memory, stream, arguments, options.
+using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                             void**);
+using StreamOf = int (*)(int32_t, void**);  // aoti_torch_get_current_cuda_stream: the device's current one
+
+LaunchKernel launch_kernel = nullptr;
+StreamOf stream_of = nullptr;
+constexpr int64_t kNothing = -1;  // a slot that stands for None
+constexpr uintptr_t kAlignment = 15;
+
+uintptr_t address_of(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()); }
+
+struct Layout {
+  std::vector<int64_t> sizes, strides;
+  at::TensorOptions options;
+  bool is_aligned;
+
+  explicit Layout(const Tensor& x)
+      : sizes(x.sizes().vec()),
+        strides(x.strides().vec()),
+        options(x.options()),
+        is_aligned((address_of(x) & kAlignment) == 0) {}
+
+  Tensor empty() const { return at::empty_strided(sizes, strides, options); }
+
+  // The tensor, or a copy that lies as the recorded one did.
+  Tensor fitted(const Tensor& x) const {
+    const bool is_like = x.scalar_type() == options.dtype().toScalarType() && x.device() == options.device();
+    const bool is_placed = x.strides() == strides && !(is_aligned && (address_of(x) & kAlignment));
+    return is_like && is_placed && x.sizes() == sizes ? x : empty().copy_(x);
+  }
+};
+
+struct Allocate {
+  size_t slot;
+  Layout layout;
+  void run(Tensors& slots, void*) const { slots[slot] = layout.empty(); }
+};
+
+struct Release {
+  size_t slot;
+  void run(Tensors& slots, void*) const { slots[slot].reset(); }
+};
+
+// A kernel. Its arguments lie one after another, 8 bytes each: addresses of tensors, then numbers.
+struct Launch {
+  void* function;
+  std::array<unsigned, 7> shape;
+  std::vector<int64_t> tensors;  // slots
+  std::vector<uint64_t> words;   // with room for the addresses
+  std::vector<size_t> places;    // of the kernel's arguments among the words
+
+  void run(Tensors& slots, void* stream) const {
+    c10::SmallVector<uint64_t, 64> data(words.begin(), words.end());
+    c10::SmallVector<void*, 64> arguments;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      data[i] = tensors[i] == kNothing ? 0 : address_of(slots[tensors[i]]);
+    for (const size_t place : places) arguments.push_back(&data[place]);
+    const auto& [x, y, z, threads_x, threads_y, threads_z, shared_bytes] = shape;
+    const int code = launch_kernel(function, x, y, z, threads_x, threads_y, threads_z, shared_bytes, stream,
+                                   arguments.data(), nullptr);
+    TORCH_CHECK(code == 0, "cuLaunchKernel: error ", code, " in a replayed call");
+  }
+};
+
+// An operator of torch: constants with slots between them.
+struct Operator {
+  c10::OperatorHandle handle;
+  torch::jit::Stack arguments;
+  std::vector<std::pair<size_t, size_t>> given;  // argument, slot
+  std::vector<int64_t> results;                  // a slot for each, or nothing
+
+  void run(Tensors& slots, void*) const {
+    torch::jit::Stack stack = arguments;
+    for (const auto& [argument, slot] : given) stack[argument] = slots[slot];
+    handle.callBoxed(stack);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (results[i] != kNothing) slots[results[i]] = stack[i].toTensor();
+  }
+};
+
+struct Program {
+  std::vector<std::variant<Allocate, Release, Launch, Operator>> steps;
+
+  void run(Tensors& slots) const {
+    const auto& first = *std::find_if(slots.begin(), slots.end(), [](const Tensor& x) { return x.defined(); });
+    const c10::DeviceGuard guard(first.device());
+    void* stream = nullptr;
+    if (first.is_cuda()) TORCH_CHECK(stream_of(first.device().index(), &stream) == 0, "no current stream");
+    for (const auto& step : steps) std::visit([&](const auto& each) { each.run(slots, stream); }, step);
+  }
+};
+
+struct Call {
+  size_t num_slots;
+  std::vector<size_t> given;                         // slots of the tensors given
+  std::vector<std::pair<size_t, Tensor>> constants;  // slots with tables
+  Program forward;
+  size_t output;
+  bool has_backward = false;
+  std::vector<std::pair<size_t, Layout>> saved;  // slots that backward begins with
+  std::vector<std::pair<size_t, Layout>> grad;   // one: the slot of the output's gradient
+  Program backward;
+  std::vector<int64_t> results;  // for each tensor given: the slot of its gradient, or nothing
+};
+
+// --- calls by token and layout ---
+
+using Key = std::vector<int64_t>;
+struct Hash {
+  size_t operator()(const Key& key) const {
+    return std::hash<std::string_view>{}({reinterpret_cast<const char*>(key.data()), key.size() * sizeof(int64_t)});
+  }
+};
+std::unordered_map<Key, size_t, Hash> known;
+std::deque<Call> calls;  // an autograd graph may hold one at any time, so none is ever freed; replay.py keeps them few
+size_t last_call = 0;    // that was replayed
+
+// Write the key of a call and its tensors, without those that are None. Return false where a tensor is not memory with strides, which is all that is replayed.
+bool write_key(Key& key, int64_t token, PyObject* const* given, size_t count, Tensors& tensors) {
+  const bool has_grad = at::GradMode::is_enabled();
+  key.assign(1, token);
+  for (size_t i = 0; i < count; ++i) {
+    if (given[i] == Py_None) {
+      key.push_back(-1);
+      continue;
+    }
+    if (!THPVariable_CheckExact(given[i])) return false;
+    const Tensor& x = tensors.emplace_back(THPVariable_Unpack(given[i]));
+    const auto* impl = x.unsafeGetTensorImpl();
+    const bool is_plain = x.layout() == at::kStrided && impl->has_storage() && !impl->is_python_dispatch();
+    if (!is_plain || x.is_neg() || x.is_conj()) return false;
+    key.push_back(static_cast<int64_t>(x.scalar_type()) << 8 | x.dim());
+    key.push_back(static_cast<int64_t>(x.device().type()) << 8 | static_cast<uint8_t>(x.device().index()));
+    key.push_back(static_cast<int64_t>(address_of(x) & kAlignment) << 1 | (has_grad && x.requires_grad()));
+    key.insert(key.end(), x.sizes().begin(), x.sizes().end());
+    key.insert(key.end(), x.strides().begin(), x.strides().end());
+  }
+  return true;
+}
+
+// --- replays ---
+
+// Gradients as they are, in a graph that leads to all they were computed from and refuses to be differentiated.
+struct Final : torch::autograd::Function<Final> {
+  static variable_list forward(AutogradContext*, at::TensorList tensors, int64_t count) {
+    variable_list results;
+    for (const auto& x : tensors.slice(0, count)) results.push_back(x.view_as(x));
+    return results;
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK(false,
+                "expected one derivative; got a second: this kernel's backward is written by hand ",
+                "(once_differentiable); the `reference` of a variant has derivatives of any order");
+  }
+};
+
+struct Replay : torch::autograd::Function<Replay> {
+  static Tensor forward(AutogradContext* context, at::TensorList given, const Call* call) {
+    Tensors slots(call->num_slots);
+    for (size_t i = 0; i < given.size(); ++i) slots[call->given[i]] = given[i];
+    for (const auto& [slot, table] : call->constants) slots[slot] = table;
+    at::AutoDispatchBelowADInplaceOrView below;
+    call->forward.run(slots);
+    if (call->has_backward) {
+      variable_list saved;
+      for (const auto& [slot, _] : call->saved) saved.push_back(slots[slot]);
+      context->save_for_backward(std::move(saved));
+      context->saved_data["call"] = reinterpret_cast<int64_t>(call);
+      context->set_materialize_grads(false);
+    }
+    return slots[call->output];
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const auto* call = reinterpret_cast<const Call*>(context->saved_data["call"].toInt());
+    const variable_list saved = context->get_saved_variables();
+    const bool is_final = at::GradMode::is_enabled();
+    variable_list results(call->results.size());
+    {
+      const at::NoGradGuard no_grad;
+      at::AutoDispatchBelowADInplaceOrView below;
+      Tensors slots(call->num_slots);
+      for (const auto& [slot, table] : call->constants) slots[slot] = table;
+      // Hooks on saved tensors, such as those that offload them, may change how they lie.
+      for (size_t i = 0; i < saved.size(); ++i)
+        if (saved[i].defined()) slots[call->saved[i].first] = call->saved[i].second.fitted(saved[i]);
+      const auto& [slot, layout] = call->grad.front();
+      slots[slot] = grads[0].defined() ? layout.fitted(grads[0]) : layout.empty().zero_();
+      call->backward.run(slots);
+      for (size_t i = 0; i < results.size(); ++i)
+        if (call->results[i] != kNothing) results[i] = slots[call->results[i]];
+    }
+    if (is_final) make_final(results, saved, grads);
+    results.emplace_back();  // of the call itself
+    return results;
+  }
+
+  static void make_final(variable_list& results, const variable_list& saved, const variable_list& grads) {
+    variable_list tensors;
+    const auto add_from = [&](const variable_list& more) {
+      std::copy_if(more.begin(), more.end(), std::back_inserter(tensors), [](const Tensor& x) { return x.defined(); });
+    };
+    add_from(results);
+    const auto count = static_cast<int64_t>(tensors.size());
+    add_from(saved);
+    add_from(grads);
+    const variable_list made = Final::apply(at::TensorList(tensors), count);
+    auto next = made.begin();
+    for (auto& result : results)
+      if (result.defined()) result = *next++;
+  }
+};
+
+// call(token, *tensors): the output, or None where no such call is known.
+PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  thread_local Key key;
+  Tensors tensors;
+  tensors.reserve(count);
+  if (!write_key(key, PyLong_AsLongLong(given[0]), given + 1, count - 1, tensors)) Py_RETURN_NONE;
+  const auto found = known.find(key);
+  if (found == known.end()) Py_RETURN_NONE;
+  last_call = found->second;
+  return THPVariable_Wrap(Replay::apply(at::TensorList(tensors), &std::as_const(calls[last_call])));
+  END_HANDLE_TH_ERRORS
+}
+
+// --- what replay.py says of a call ---
+
+Layout layout_of(const py::handle& tensor) { return Layout(THPVariable_Unpack(tensor.ptr())); }
+
+c10::IValue constant(const py::handle& value) {
+  if (value.is_none()) return {};
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  throw py::type_error("expected None, a bool, an int or a float among the arguments of an operator");
+}
+
+Program program_of(const py::list& steps) {
+  Program program;
+  for (const auto& each : steps) {
+    const auto step = each.cast<py::tuple>();
+    const auto name = step[0].cast<std::string>();
+    if (name == "allocate") {
+      program.steps.emplace_back(Allocate{step[1].cast<size_t>(), layout_of(step[2])});
+    } else if (name == "release") {
+      program.steps.emplace_back(Release{step[1].cast<size_t>()});
+    } else if (name == "launch") {
+      Launch launch{reinterpret_cast<void*>(step[1].cast<uintptr_t>()),
+                    step[2].cast<std::array<unsigned, 7>>(),
+                    step[3].cast<std::vector<int64_t>>(),
+                    {},
+                    step[5].cast<std::vector<size_t>>()};
+      const auto numbers = step[4].cast<std::string>();  // bytes
+      launch.words.resize(launch.tensors.size() + numbers.size() / sizeof(uint64_t));
+      std::memcpy(launch.words.data() + launch.tensors.size(), numbers.data(), numbers.size());
+      for (const size_t place : launch.places)
+        TORCH_CHECK(place < launch.words.size(), "an argument lies beyond the words");
+      program.steps.emplace_back(std::move(launch));
+    } else {
+      TORCH_CHECK(name == "operator", "unknown step ", name);
+      const auto base = step[1].cast<std::string>(), overload = step[2].cast<std::string>();
+      Operator op{c10::Dispatcher::singleton().findSchemaOrThrow(base.c_str(), overload.c_str()),
+                  {},
+                  step[4].cast<std::vector<std::pair<size_t, size_t>>>(),
+                  step[5].cast<std::vector<int64_t>>()};
+      for (const auto& value : step[3]) op.arguments.push_back(constant(value));
+      program.steps.emplace_back(std::move(op));
+    }
+  }
+  return program;
+}
+
+std::vector<std::pair<size_t, Layout>> layouts_of(const py::list& pairs) {
+  std::vector<std::pair<size_t, Layout>> found;
+  for (const auto& each : pairs) {
+    const auto pair = each.cast<py::tuple>();
+    found.emplace_back(pair[0].cast<size_t>(), layout_of(pair[1]));
+  }
+  return found;
+}
+
+Key key_of(int64_t token, const py::tuple& given, Tensors& tensors) {
+  Key key;
+  std::vector<PyObject*> objects;
+  for (const auto& each : given) objects.push_back(each.ptr());
+  tensors.reserve(objects.size());
+  TORCH_CHECK(write_key(key, token, objects.data(), objects.size(), tensors), "expected plain tensors in memory");
+  return key;
+}
+
+// Return the number of the call.
+size_t learn(int64_t token, const py::tuple& given, size_t num_slots, const py::list& constants, const py::list& forward,
+           size_t output, const py::list& saved, const py::list& grad, const py::list& backward,
+           const std::vector<int64_t>& results) {
+  Tensors tensors;
+  Key key = key_of(token, given, tensors);
+  std::vector<size_t> slots;
+  std::vector<int64_t> wanted;  // slots of gradients
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].is_none()) continue;
+    slots.push_back(i);
+    if (!results.empty()) wanted.push_back(results[i]);
+  }
+  const bool has_backward = grad.size() > 0;
+  Call made{num_slots,         std::move(slots),   {}, program_of(forward), output, has_backward, layouts_of(saved),
+            layouts_of(grad),  program_of(backward), std::move(wanted)};
+  for (const auto& each : constants) {
+    const auto pair = each.cast<py::tuple>();
+    made.constants.emplace_back(pair[0].cast<size_t>(), THPVariable_Unpack(py::object(pair[1]).ptr()));
+  }
+  calls.push_back(std::move(made));
+  known[std::move(key)] = calls.size() - 1;
+  return calls.size() - 1;
+}
+
+void forget(int64_t token, const py::tuple& given) {
+  Tensors tensors;
+  known.erase(key_of(token, given, tensors));
+}
+
+PyMethodDef call_method = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL,
+                           "call(token, *tensors): the output, or None where no such call is known"};
+
+}  // namespace
+
+PYBIND11_MODULE(attn_zoo_replay, module) {
+  module.def("use", [](uintptr_t launch, uintptr_t stream) {
+    launch_kernel = reinterpret_cast<LaunchKernel>(launch);
+    stream_of = reinterpret_cast<StreamOf>(stream);
+  });
+  module.def("learn", &learn);
+  module.def("forget", &forget);
+  module.def("forget_all", [] { known.clear(); });
+  module.def("last", [] { return last_call; });
+  py::object function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
+  module.attr("call") = function;
+}

@@ -1,0 +1,385 @@
+"""Replayed calls: the same numbers as Python's, bit for bit, and Python again wherever a call is not alike.
+
+Kernels run in Triton's interpreter. In the place of CUDA's driver stands a function that finds the kernel by its
+number, reads the addresses that the C++ gave, and has the interpreter compute on what lies there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from attn_zoo import BuildContext, build_attention
+from attn_zoo.kernels import replay as replay_module
+from attn_zoo.kernels import trace
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.cached_launch import CachedLaunch, DriverLaunch
+from attn_zoo.kernels.compress.attend import attend_compressed
+from attn_zoo.kernels.replay import Recording, prepare, replaying
+from tests.kernels.blocks.test_gather import make_layout
+from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter, run_interpreted
+
+_KERNEL = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+_STREAM = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+_NUMBER = 2**40 + 7
+
+of_triton = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by the first test, in a process of its own"),
+]
+
+if not IS_INTERPRETING:
+
+    @pytest.mark.triton
+    @pytest.mark.timeout(600)
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+    def test_in_the_interpreter():
+        run_interpreted(Path(__file__), "-k", "interpreted")
+
+
+class Driver:
+    """Launches by number, in the interpreter; counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches, self.is_broken = 0, False
+        self._known: list[tuple[CachedLaunch, list[tuple[torch.dtype, int] | None]]] = []
+        self._launch, self._stream = _KERNEL(self.launch), _STREAM(lambda *_: 1)
+        real, known = CachedLaunch._launch, self._known
+
+        def launch(kernel: CachedLaunch, *tensors: Tensor | None) -> None:
+            with _disable_current_modes():  # the interpreter copies
+                real(kernel, *tensors)
+            sizes = [
+                None
+                if x is None
+                else (x.dtype, int(x.untyped_storage().nbytes()) - int(x.storage_offset()) * x.element_size())
+                for x in tensors
+            ]
+            known.append((kernel, sizes))
+            shape, count = (*(*kernel._grid, 1, 1)[:3], 128, 1, 1, 64), len(tensors)
+            numbers = struct.pack("q", _NUMBER) + bytes(8)
+            kernel.by_driver = DriverLaunch(len(known), shape, count, numbers, (*range(count + 2),))
+
+        self._real = real
+        monkeypatch.setattr(CachedLaunch, "_launch", launch)
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        first, second = (ctypes.cast(each, ctypes.c_void_p).value for each in (self._launch, self._stream))
+        assert first is not None
+        assert second is not None
+        return first, second
+
+    def launch(self, function: int, *given: Any) -> int:
+        try:
+            *shape, _, arguments, extra = given
+            kernel, sizes = self._known[function - 1]
+            words = [ctypes.c_uint64.from_address(arguments[i]).value for i in range(len(sizes) + 2)]
+            assert words[len(sizes) :] == [_NUMBER, 0]
+            assert (*shape[:3], extra) == (*(*kernel._grid, 1, 1)[:3], None)
+            assert shape[3:] == [128, 1, 1, 64]
+            tensors = [
+                None if size is None else torch.frombuffer((ctypes.c_char * size[1]).from_address(word), dtype=size[0])
+                for word, size in zip(words, sizes, strict=False)
+            ]
+            self.launches += 1
+            if not self.is_broken:
+                self._real(kernel, *tensors)
+        except BaseException:  # ctypes would swallow it
+            traceback.print_exc()
+            return 1
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    from attn_zoo.kernels.compress import attend, compression
+
+    mend_interpreter(monkeypatch)
+    real = compression.path_of_pair
+    for module in (attend, compression):
+        monkeypatch.setattr(module, "path_of_pair", lambda one, other, mask, _: real(one, other, mask, "triton"))
+    monkeypatch.setattr(compression, "_is_small", lambda *_: False)
+    made = Driver(monkeypatch)
+    with replaying(addresses=made.addresses):
+        yield made
+
+
+LENGTH, WIDTH = 64, 16
+LAYOUT = make_layout(LENGTH, num_window_blocks=1, num_global_blocks=1, num_random_blocks=1)
+
+
+def leaves(*names: str, length: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return query, key and value, of which those named want a gradient."""
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randn(2, 1, length, WIDTH, generator=generator, dtype=dtype) for _ in range(3)]
+    return [x.requires_grad_(name in names) for name, x in zip(("query", "key", "value"), made, strict=True)]
+
+
+def apart(x: Tensor) -> Tensor:
+    """Return the same numbers in rows that lie twice as far from each other."""
+    return torch.cat([x, x], dim=-1)[..., : x.shape[-1]]
+
+
+def attend(given: list[Tensor], padding: Tensor | None = None) -> Tensor:
+    query, key, value = given
+    return block_sparse_attention(query, key, value, LAYOUT, key_padding_mask=padding)
+
+
+def outcome(given: list[Tensor], padding: Tensor | None = None, grad: Tensor | None = None) -> list[Tensor]:
+    """Return the output and the gradients that are wanted."""
+    output = attend(given, padding)
+    wanted = [x for x in given if x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return [output]
+    grad = torch.linspace(-1, 1, output.numel()).view_as(output) if grad is None else grad
+    return [output.detach(), *torch.autograd.grad(output, wanted, grad)]
+
+
+def are_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def learn(driver: Driver, given: list[Tensor], padding: Tensor | None = None) -> list[Tensor]:
+    """Make a call twice, which compiles and records; return what Python computed."""
+    wanted = outcome(given, padding)
+    assert driver.launches == 0
+    assert are_same(outcome(given, padding), wanted)
+    assert driver.launches > 0  # the program ran beside what it was recorded from
+    driver.launches = 0
+    return wanted
+
+
+@pytest.mark.parametrize("names", [("query", "key", "value"), ("value",), ()])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_interpreted_blocks_are_replayed_from_the_third_call_on(driver, names: tuple[str, ...], has_padding: bool):
+    padding = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [LENGTH - 20]]) if has_padding else None
+    given = leaves(*names)
+    wanted = learn(driver, given, padding)
+    for _ in range(2):
+        driver.launches = 0
+        assert are_same(outcome(given, padding), wanted)
+        assert driver.launches == (5 if names else 2)
+    # Other numbers at other places, by the same program.
+    others = [(2 * x).detach().requires_grad_(x.requires_grad) for x in given]
+    found = outcome(others, padding)
+    assert not are_same(found, wanted)
+    with trace.recording() as paths:
+        assert are_same(outcome(others, padding), found)
+    assert paths == ["block_sparse.triton"]
+
+
+def test_interpreted_calls_that_are_not_alike_are_not_replayed(driver):
+    given = leaves("query", "key", "value")
+    wanted = learn(driver, given)
+    moved = [apart(x.detach()).requires_grad_() for x in given]
+    shifted = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view_as(x).requires_grad_() for x in given]
+    for others in (moved, shifted):
+        assert are_same(outcome(others), wanted)
+        assert driver.launches == 0
+    with torch.no_grad():
+        assert are_same(outcome(given), wanted[:1])
+    query, key, value = given
+    for _ in range(3):
+        block_sparse_attention(query, key, value, LAYOUT, dropout_p=0.5)
+    assert driver.launches == 0
+
+
+def test_interpreted_who_watches_sees_python(driver):
+    given = leaves("query", "key", "value")
+    wanted = learn(driver, given)
+    with FlopCounterMode(display=False):
+        assert are_same(outcome(given), wanted)
+    runtime = pytest.importorskip("triton.knobs").runtime
+    runtime.launch_enter_hook.add(print)
+    try:
+        attend(given)
+    finally:
+        runtime.launch_enter_hook.remove(print)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        attend([torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in given])
+    assert driver.launches == 0
+    assert are_same(outcome(given), wanted)
+    assert driver.launches == 5
+
+
+def test_interpreted_gradients_and_saved_tensors_may_lie_anyhow(driver):
+    given = leaves("query", "key", "value")
+    grad = torch.linspace(-1, 1, given[0].numel()).view_as(given[0])
+    wanted = learn(driver, given)
+    assert are_same(outcome(given, grad=apart(grad)), wanted)
+    expanded = torch.ones(()).expand_as(grad)
+    assert are_same(outcome(given, grad=expanded), outcome(given, grad=expanded.contiguous()))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous(), lambda x: x.mT):
+        assert are_same(outcome(given), wanted)
+    assert driver.launches == 20
+    output = attend(given)
+    given[1].detach().mul_(2)  # as torch tells of any operator: what backward needs was changed
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward(grad)
+
+
+def test_interpreted_second_derivatives_are_refused(driver):
+    given = leaves("query", "key", "value")
+    learn(driver, given)
+    (of_query,) = torch.autograd.grad(attend(given).square().sum(), given[:1], create_graph=True)
+    assert of_query.requires_grad
+    with pytest.raises(RuntimeError, match="expected one derivative; got a second"):
+        of_query.sum().backward()
+    assert driver.launches == 5
+
+
+def test_interpreted_a_program_that_computes_otherwise_is_given_up(driver):
+    given = leaves("query", "key", "value")
+    wanted = outcome(given)
+    driver.is_broken = True
+    for _ in range(8):
+        assert are_same(outcome(given), wanted)
+    tried = driver.launches
+    assert 0 < tried <= 20  # four times: then Python keeps it
+    driver.is_broken = False
+    assert are_same(outcome(given), wanted)
+    assert driver.launches == tried
+
+
+@pytest.mark.parametrize("compute", ["drawn", "added", "given by nobody", "kept in another place"])
+def test_interpreted_what_is_more_than_launches_is_not_learnt(driver, compute: str):
+    kernel, token = CachedLaunch(Copy(), (1,), {}), object()
+    kept = torch.zeros(4)
+
+    def run(given: Tensor) -> tuple[Tensor]:
+        output = torch.empty_like(given)
+        if compute == "drawn":
+            output = torch.rand_like(given)
+        elif compute == "added":
+            kernel(given + 1, output)
+        elif compute == "given by nobody":
+            kernel(kept, output)
+        else:
+            kernel(given[2:], output)
+        return (output,)
+
+    given = torch.ones(4)
+    recording = Recording(token, [given], [])
+    recording.forward(lambda: run(given))
+    recording.learn_forward()
+    assert not recording.is_sound
+    assert replay_module.replay(token, given) is None
+
+
+class Copy:
+    """A kernel of two tensors that does nothing."""
+
+    arg_names = ("given", "output")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **_: None
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("wants", ["all", "tokens", "matrices", "nothing"])
+def test_interpreted_compressed_keys_are_replayed(driver, shares: bool, has_mask: bool, wants: str):
+    generator = torch.Generator().manual_seed(3)
+    length = 72
+
+    def leaf(*shape: int, kind: str) -> Tensor:
+        return (torch.randn(shape, generator=generator) * 0.3).half().requires_grad_(wants in ("all", kind))
+
+    tokens = [leaf(2, 1, length, 64, kind="tokens") for _ in range(3)]
+    matrices = [leaf(1, length + 8, 16, kind="matrices") for _ in range(1 if shares else 2)]
+    mask = torch.arange(length) >= torch.tensor([[length], [length - 20]]) if has_mask else None
+    grad = torch.randn(2, 1, length, 64, generator=generator).half()
+
+    def call() -> list[Tensor]:
+        output = attend_compressed(
+            tokens[0], (tokens[1], tokens[2]), (matrices[0], matrices[-1]), key_padding_mask=mask
+        )
+        learned = [x for x in (*tokens, *matrices) if x.requires_grad]
+        return [output.detach(), *(torch.autograd.grad(output, learned, grad) if learned else ())]
+
+    wanted = call()
+    for _ in range(3):
+        driver.launches = 0
+        assert are_same(call(), wanted)
+    assert driver.launches >= {"all": 4, "tokens": 3, "matrices": 3, "nothing": 1}[wants]
+
+
+def test_without_cuda_calls_stay_in_python_and_say_why(monkeypatch):
+    monkeypatch.setattr(replay_module, "_native", None)
+    monkeypatch.setattr(replay_module, "_why_not", "")
+    if not torch.cuda.is_available():
+        assert "not a CUDA build" in str(prepare())
+    monkeypatch.setenv("ATTN_ZOO_REPLAY", "0")
+    assert prepare(addresses=(1, 1)) == "ATTN_ZOO_REPLAY is 0"
+    assert replay_module.replay(LAYOUT, torch.zeros(1)) is None
+
+
+def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(replay_module, "_native", None)
+    monkeypatch.setattr(replay_module, "_why_not", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no C++ compiler" in str(prepare(addresses=(1, 1)))
+    assert prepare(addresses=(1, 1), compiles=False) == "not compiled on this machine yet"
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\necho 'replay.cpp:1: error: no such header' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    assert str(prepare(addresses=(1, 1))).endswith("failed: replay.cpp:1: error: no such header")
+    assert not list((tmp_path / "attn_zoo").iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["bigbird", "linformer", "local_window"])
+def test_calls_are_replayed_with_the_same_bits_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
+    """From the third on: in another stream and in a captured graph too."""
+    assert prepare() is None
+    build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=1024)
+    attention = build_attention(name, build).to("cuda", torch.bfloat16)
+    inputs = [torch.randn(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    learned = [*inputs, *attention.parameters()]
+    grad = torch.randn_like(inputs[0])
+
+    def call() -> list[Tensor]:
+        output = attention(*inputs)
+        return [output.detach(), *torch.autograd.grad(output, learned, grad)]
+
+    first, second = call(), call()
+    monkeypatch.setattr(CachedLaunch, "__call__", lambda *_: pytest.fail("Python launches it"))
+    found = [second, call()]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found.append(call())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(are_same(first, other) for other in (*found, captured))
+
+
+for each in [value for name, value in dict(globals()).items() if name.startswith("test_interpreted_")]:
+    for mark in of_triton:
+        mark(each)
