@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend
 from attn_zoo.attention import BuildContext, build_attention, build_mixer
 from attn_zoo.console import out, print_failures, print_json, print_table, tell
 from attn_zoo.errors import AttnZooError, counted
+from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.energy import can_count_energy, clocks
 from attn_zoo.measure.environment import capture_environment, cudnn_version
@@ -146,7 +147,14 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
         ("cuDNN", cudnn_version() or "none"),
         ("power, clock, temperature now", power),
         ("energy counter", "readable" if can_count_energy(device) else "not readable"),
+        ("calls replayed without Python", _replays()),
     ]
+
+
+def _replays() -> str:
+    replays = replays_on("cuda")
+    reason = "triton is not installed" if replays is None else replays.prepare(compiles=False)
+    return "yes" if reason is None else f"no: {reason}"
 
 
 def print_diagnosis(*, as_json: bool, waits: bool) -> None:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from attn_zoo import cli
+from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.registry import Registry
 
 # Examples that failed are kept in the checkout, where that can be written.
@@ -45,6 +46,10 @@ _keep_what_is_freed()
 # card two of twelve workers did so when all tests had passed (torch 2.11, for up to five minutes).
 if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Calls on a card are replayed as in a run: compiled before the workers start, which then find it.
+if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" not in os.environ and (_replays := replays_on("cuda")):
+    _replays.prepare_run(print)
 
 # A shell has what it starts in the background ignore Ctrl-C, and so do the runs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

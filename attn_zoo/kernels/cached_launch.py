@@ -9,12 +9,10 @@ Of a launch from the cache only addresses change, so the rest of its arguments l
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -224,16 +222,6 @@ def addresses_of(*tensors: Tensor | None) -> tuple[int, ...]:
 def places_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """Return where and how tensors lie: the same for tensors that nobody has moved."""
     return tuple([x if x is None else (x.data_ptr(), x.stride()) for x in tensors])
-
-
-@cache
-def replays_on(device_type: str) -> Any:
-    """Return the module that replays calls (`replay.py`) where kernels of ours are launched, or None."""
-    if find_spec("triton") is None or not (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
-        return None
-    from attn_zoo.kernels import replay
-
-    return replay
 
 
 def kind_of(*tensors: Tensor | None) -> tuple[Hashable, ...]:

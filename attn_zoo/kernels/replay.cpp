@@ -39,6 +39,7 @@ LaunchKernel launch_kernel = nullptr;
 StreamOf stream_of = nullptr;
 constexpr int64_t kNothing = -1;  // a slot that stands for None
 constexpr uintptr_t kAlignment = 15;
+constexpr int kNoContext = 201;  // CUDA_ERROR_INVALID_CONTEXT: of a thread in which CUDA's runtime has not run yet
 
 uintptr_t address_of(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()); }
 
@@ -88,9 +89,16 @@ struct Launch {
     for (size_t i = 0; i < tensors.size(); ++i)
       data[i] = tensors[i] == kNothing ? 0 : address_of(slots[tensors[i]]);
     for (const size_t place : places) arguments.push_back(&data[place]);
-    const auto& [x, y, z, threads_x, threads_y, threads_z, shared_bytes] = shape;
-    const int code = launch_kernel(function, x, y, z, threads_x, threads_y, threads_z, shared_bytes, stream,
-                                   arguments.data(), nullptr);
+    const auto try_it = [&] {
+      const auto& [x, y, z, threads_x, threads_y, threads_z, shared_bytes] = shape;
+      return launch_kernel(function, x, y, z, threads_x, threads_y, threads_z, shared_bytes, stream, arguments.data(),
+                           nullptr);
+    };
+    int code = try_it();
+    if (code == kNoContext) {
+      slots[tensors.front()].new_zeros({1});  // an operator of torch binds it to this thread
+      code = try_it();
+    }
     TORCH_CHECK(code == 0, "cuLaunchKernel: error ", code, " in a replayed call");
   }
 };

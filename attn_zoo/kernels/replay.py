@@ -92,8 +92,12 @@ def _compile(target: Path) -> str | None:
     return None
 
 
-def _addresses() -> tuple[int, int] | str:
-    """Return where CUDA's driver launches, and where torch says a device's stream; or why they are not found."""
+def _found(addresses: tuple[int, int] | None) -> tuple[int, int] | str:
+    """Return where CUDA's driver launches, and where torch says a device's stream; or why calls are not replayed."""
+    if os.environ.get(_VARIABLE) == "0":
+        return f"{_VARIABLE} is 0"
+    if addresses is not None:
+        return addresses
     try:
         launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
         stream = ctypes.CDLL(
@@ -105,11 +109,6 @@ def _addresses() -> tuple[int, int] | str:
     assert first is not None
     assert second is not None
     return first, second
-
-
-def is_compiled() -> bool:
-    """Tell whether `prepare` has nothing to compile any more, or would not."""
-    return os.environ.get(_VARIABLE) == "0" or isinstance(_addresses(), str) or _place().is_file()
 
 
 def prepare(*, addresses: tuple[int, int] | None = None, compiles: bool = True) -> str | None:
@@ -128,17 +127,33 @@ def prepare(*, addresses: tuple[int, int] | None = None, compiles: bool = True) 
     return _why_not
 
 
+def prepare_run(say: Callable[[str], object]) -> None:
+    """Compile the module before processes are started that measure; where that cannot be, let none of them replay.
+
+    Their environment says so then (`ATTN_ZOO_REPLAY`), and it is part of what is recorded.
+
+    Args:
+        say: told what takes long, and why calls are not replayed.
+    """
+    found = _found(None)
+    reason = found if isinstance(found, str) else None
+    if reason is None and not _place().is_file():
+        say("compiling what replays a GPU's calls, once on this machine: half a minute ...")
+        reason = _compile(_place())
+    if reason is not None:
+        say(f"calls are not replayed, so the host takes longer for each: {reason}")
+        os.environ[_VARIABLE] = "0"
+
+
 def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
     global _native  # noqa: PLW0603
-    if os.environ.get(_VARIABLE) == "0":
-        return f"{_VARIABLE} is 0"
-    found = addresses or _addresses()
+    found = _found(addresses)
     if isinstance(found, str):
         return found
     path = _place()
     if not path.is_file():
         if not compiles:
-            return "not compiled on this machine yet"
+            return "not compiled on this machine yet; a run on its GPU does it first"
         if (reason := _compile(path)) is not None:
             return reason
     spec = spec_from_file_location(_MODULE, path, loader=ExtensionFileLoader(_MODULE, str(path)))

@@ -68,6 +68,7 @@ _VARIABLES = frozenset(
         "CUDA_VISIBLE_DEVICES",
         "CUDA_LAUNCH_BLOCKING",
         "ATEN_CPU_CAPABILITY",
+        "ATTN_ZOO_REPLAY",
     }
 )
 _PREFIXES = ("MKL_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "MALLOC_", "NVIDIA_TF32_")

@@ -7,17 +7,20 @@ number, reads the addresses that the C++ gave, and has the interpreter compute o
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import struct
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_zoo import BuildContext, build_attention
@@ -27,6 +30,7 @@ from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.cached_launch import CachedLaunch, DriverLaunch
 from attn_zoo.kernels.compress.attend import attend_compressed
 from attn_zoo.kernels.replay import Recording, prepare, replaying
+from attn_zoo.measure.environment import capture_environment
 from tests.kernels.blocks.test_gather import make_layout
 from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter, run_interpreted
 
@@ -59,7 +63,7 @@ class Driver:
     """Launches by number, in the interpreter; counts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launches, self.is_broken = 0, False
+        self.launches, self.is_broken, self.refusals = 0, False, list[int]()
         self._known: list[tuple[CachedLaunch, list[tuple[torch.dtype, int] | None]]] = []
         self._launch, self._stream = _KERNEL(self.launch), _STREAM(lambda *_: 1)
         real, known = CachedLaunch._launch, self._known
@@ -100,6 +104,8 @@ class Driver:
                 None if size is None else torch.frombuffer((ctypes.c_char * size[1]).from_address(word), dtype=size[0])
                 for word, size in zip(words, sizes, strict=False)
             ]
+            if self.refusals:
+                return self.refusals.pop()
             self.launches += 1
             if not self.is_broken:
                 self._real(kernel, *tensors)
@@ -237,6 +243,23 @@ def test_interpreted_gradients_and_saved_tensors_may_lie_anyhow(driver):
         output.backward(grad)
 
 
+def test_interpreted_calls_without_a_graph_and_calls_made_again_in_backward(driver):
+    given = leaves("query", "key", "value")
+    wanted = learn(driver, given)
+    again = checkpoint(lambda *tensors: attend([*tensors]), *given, use_reentrant=False)
+    grad = torch.linspace(-1, 1, again.numel()).view_as(again)
+    assert are_same([again.detach(), *torch.autograd.grad(again, given, grad)], wanted)
+    assert driver.launches == 2 + 5
+    for mode in (torch.no_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            driver.launches = 0
+            output = attend(given)
+        assert torch.equal(output, wanted[0])
+        assert not output.requires_grad
+    assert driver.launches == 2
+    assert output.is_inference()
+
+
 def test_interpreted_second_derivatives_are_refused(driver):
     given = leaves("query", "key", "value")
     learn(driver, given)
@@ -258,6 +281,19 @@ def test_interpreted_a_program_that_computes_otherwise_is_given_up(driver):
     driver.is_broken = False
     assert are_same(outcome(given), wanted)
     assert driver.launches == tried
+
+
+def test_interpreted_a_thread_without_a_context_gets_one_and_other_errors_are_told(driver):
+    given = leaves("query")
+    wanted = learn(driver, given)
+    driver.refusals = [201]
+    assert are_same(outcome(given), wanted)
+    driver.refusals = [1]
+    with pytest.raises(RuntimeError, match="cuLaunchKernel: error 1 in a replayed call"):
+        outcome(given)
+    driver.refusals = [201, 201]
+    with pytest.raises(RuntimeError, match="cuLaunchKernel: error 201"):
+        outcome(given)
 
 
 @pytest.mark.parametrize("compute", ["drawn", "added", "given by nobody", "kept in another place"])
@@ -305,7 +341,8 @@ def test_interpreted_compressed_keys_are_replayed(driver, shares: bool, has_mask
         return (torch.randn(shape, generator=generator) * 0.3).half().requires_grad_(wants in ("all", kind))
 
     tokens = [leaf(2, 1, length, 64, kind="tokens") for _ in range(3)]
-    matrices = [leaf(1, length + 8, 16, kind="matrices") for _ in range(1 if shares else 2)]
+    learned = [leaf(1, length + 8, 16, kind="matrices") for _ in range(1 if shares else 2)]
+    matrices = [nn.Parameter(x.detach(), x.requires_grad) for x in learned]
     mask = torch.arange(length) >= torch.tensor([[length], [length - 20]]) if has_mask else None
     grad = torch.randn(2, 1, length, 64, generator=generator).half()
 
@@ -313,8 +350,8 @@ def test_interpreted_compressed_keys_are_replayed(driver, shares: bool, has_mask
         output = attend_compressed(
             tokens[0], (tokens[1], tokens[2]), (matrices[0], matrices[-1]), key_padding_mask=mask
         )
-        learned = [x for x in (*tokens, *matrices) if x.requires_grad]
-        return [output.detach(), *(torch.autograd.grad(output, learned, grad) if learned else ())]
+        leaves = [x for x in (*tokens, *matrices) if x.requires_grad]
+        return [output.detach(), *(torch.autograd.grad(output, leaves, grad) if leaves else ())]
 
     wanted = call()
     for _ in range(3):
@@ -339,13 +376,33 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no C++ compiler" in str(prepare(addresses=(1, 1)))
-    assert prepare(addresses=(1, 1), compiles=False) == "not compiled on this machine yet"
+    assert (
+        prepare(addresses=(1, 1), compiles=False) == "not compiled on this machine yet; a run on its GPU does it first"
+    )
     failing = tmp_path / "failing"
     failing.write_text("#!/bin/sh\necho 'replay.cpp:1: error: no such header' >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
     assert str(prepare(addresses=(1, 1))).endswith("failed: replay.cpp:1: error: no such header")
     assert not list((tmp_path / "attn_zoo").iterdir())
+
+
+def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch, tmp_path):
+    said: list[str] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ATTN_ZOO_REPLAY", raising=False)
+    monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
+    monkeypatch.setattr(replay_module, "_compile", lambda place: place.parent.mkdir() or place.touch())
+    replay_module.prepare_run(said.append)
+    assert said == ["compiling what replays a GPU's calls, once on this machine: half a minute ..."]
+    replay_module.prepare_run(said.append)
+    assert len(said) == 1
+    assert "ATTN_ZOO_REPLAY" not in os.environ
+    monkeypatch.setattr(replay_module, "_found", lambda _: "no driver")
+    replay_module.prepare_run(said.append)
+    assert said[1:] == ["calls are not replayed, so the host takes longer for each: no driver"]
+    assert os.environ["ATTN_ZOO_REPLAY"] == "0"
+    assert capture_environment().variables["ATTN_ZOO_REPLAY"] == "0"
 
 
 @pytest.mark.gpu
@@ -372,6 +429,8 @@ def test_calls_are_replayed_with_the_same_bits_on_the_gpu(name: str, monkeypatch
     with torch.cuda.stream(stream):
         found.append(call())
     torch.cuda.current_stream().wait_stream(stream)
+    with ThreadPoolExecutor(1) as pool:  # a thread in which CUDA has not run yet
+        found.append(pool.submit(call).result())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call()

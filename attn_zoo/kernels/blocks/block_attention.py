@@ -25,8 +25,9 @@ from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_d
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern, TokenRule
-from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered, replays_on
+from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
 from attn_zoo.kernels.exact.sdpa import exact_attention
+from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.kernels.once_differentiable import once_differentiable
 
 

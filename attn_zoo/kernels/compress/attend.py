@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered, replays_on
+from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
 from attn_zoo.kernels.compress.compression import HAS_TRITON, compress_pair, path_of_pair
 from attn_zoo.kernels.compress.products import CompressCall
 from attn_zoo.kernels.exact.sdpa import _cuda_switches, exact_attention
+from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.kernels.once_differentiable import once_differentiable
 from attn_zoo.kernels.trace import note_path
 

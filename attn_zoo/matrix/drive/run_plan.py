@@ -346,6 +346,7 @@ def run(
         ConfigError: a variant has no source that a worker could load.
         StoreError: the folder cannot be used or written. Records written before stay whole.
     """
+    from attn_zoo.kernels.gpu_replays import replays_on
     from attn_zoo.measure.environment import capture_environment
 
     for name in {item.cell.variant: None for item in plan.cells if variants[item.cell.variant].no_source}:
@@ -360,6 +361,9 @@ def run(
     away = {cell.key for cell, what in refused if what == "data" and cell.data_digest}
     engine = engine or LocalEngine()
     progress = progress or Progress()
+    has_gpu = any(item.cell.device == "cuda" and item.refusal is None for item in plan.cells)
+    if has_gpu and not engine.is_remote and (replays := replays_on("cuda")):
+        replays.prepare_run(progress.say)
     environment = None if engine.is_remote else capture_environment()  # this machine need be like no node
     matrix = plan.matrix.model_dump(mode="json")
     with store.writing(

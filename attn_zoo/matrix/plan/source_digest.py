@@ -87,6 +87,7 @@ def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: b
             new = set(resolve(path, level, name)) - files - left_out
             files |= new
             waiting += new
+    files |= {path.with_suffix(".cpp") for path in files if path.with_suffix(".cpp").is_file()}  # which it compiles
     return {
         path.relative_to(root.parent if path.is_relative_to(root) else own_folder).as_posix(): path for path in files
     }

@@ -85,6 +85,8 @@ def test_an_edit_makes_stale_what_runs_the_edited_code(package, name, is_stale):
     [
         ("kernels/blocks/triton/launch.py", False),
         ("kernels/blocks/triton/forward.py", False),
+        ("kernels/replay.py", False),
+        ("kernels/replay.cpp", False),
         ("kernels/blocks/block_attention.py", True),
         ("kernels/cached_launch.py", True),
     ],

@@ -36,7 +36,7 @@ SHIPPING_FRAC = 0.05
 def package_digest() -> str:
     """Return a digest of this package's sources."""
     root, digest = Path(attn_zoo.__path__[0]), hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp")]):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -159,8 +159,13 @@ class NodeAgent:
         if package_digest() != self._package:
             problem = f"it has other sources of attn-zoo (version {attn_zoo.__version__}) than the driver"
             return {"event": "ready", "problem": problem}
+        import torch
+
+        from attn_zoo.kernels.gpu_replays import replays_on
         from attn_zoo.measure.environment import capture_environment
 
+        if torch.cuda.is_available() and (replays := replays_on("cuda")):
+            replays.prepare_run(print)  # into the node's log
         environment = capture_environment()
         threads = None
         if self._room > 1:
