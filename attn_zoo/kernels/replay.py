@@ -189,7 +189,7 @@ def replay(token: object, *tensors: Tensor | None) -> Tensor | None:
     if _native is None or _is_watched():
         return None
     output: Tensor | None = _native.call(id(token), *tensors)
-    if output is not None and trace.is_recording():
+    if output is not None and trace._recorders:
         for name in _paths[_native.last()]:
             trace.note_path(name)
     return output

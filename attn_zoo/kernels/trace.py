@@ -24,11 +24,6 @@ def note_path(name: str) -> None:
 note_path._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def is_recording() -> bool:
-    """Tell whether anybody records."""
-    return bool(_recorders)
-
-
 @contextmanager
 def recording() -> Iterator[list[str]]:
     """Collect the names of the paths that run inside the block, in order of first use.
