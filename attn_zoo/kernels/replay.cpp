@@ -1,7 +1,7 @@
 // Recorded calls, replayed without Python: see replay.py, which records them, builds this file and says what it is for.
 //
 // A call is known by a token and by how its tensors lie. What it does is a program over slots that hold tensors: those
-// given come first. Forward and backward are two programs; the second begins with slots that the first has left.
+// given come first. Forward and backward are two programs; the second begins with what the first has saved.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
@@ -13,6 +13,8 @@
 #include <array>
 #include <cstring>
 #include <deque>
+#include <mutex>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -56,12 +58,14 @@ struct Layout {
 
   Tensor empty() const { return at::empty_strided(sizes, strides, options); }
 
-  // The tensor, or a copy that lies as the recorded one did.
-  Tensor fitted(const Tensor& x) const {
+  bool fits(const Tensor& x) const {
     const bool is_like = x.scalar_type() == options.dtype().toScalarType() && x.device() == options.device();
     const bool is_placed = x.strides() == strides && !(is_aligned && (address_of(x) & kAlignment));
-    return is_like && is_placed && x.sizes() == sizes ? x : empty().copy_(x);
+    return is_like && is_placed && x.sizes() == sizes;
   }
+
+  // The tensor, or a copy that lies as the recorded one did.
+  Tensor fitted(const Tensor& x) const { return fits(x) ? x : empty().copy_(x); }
 };
 
 struct Allocate {
@@ -131,17 +135,34 @@ struct Program {
   }
 };
 
-struct Call {
+using Slots = std::vector<std::pair<size_t, Tensor>>;  // with what they hold
+
+struct Backward {
+  Layout grad;  // of the output's gradient, whose slot comes after those of what is saved
   size_t num_slots;
-  std::vector<size_t> given;                         // slots of the tensors given
-  std::vector<std::pair<size_t, Tensor>> constants;  // slots with tables
+  Slots constants;
+  Program program;
+  std::vector<int64_t> results;  // for each tensor given: the slot of its gradient, or nothing
+};
+
+struct Call {
+  size_t number;
+  std::vector<size_t> given;  // slots of the tensors given
+  size_t num_slots;
+  Slots constants;
   Program forward;
   size_t output;
-  bool has_backward = false;
-  std::vector<std::pair<size_t, Layout>> saved;  // slots that backward begins with
-  std::vector<std::pair<size_t, Layout>> grad;   // one: the slot of the output's gradient
-  Program backward;
-  std::vector<int64_t> results;  // for each tensor given: the slot of its gradient, or nothing
+  std::vector<int64_t> saved;         // slots that backward begins with, or nothing
+  std::vector<Layout> saved_layouts;  // of those that are something
+  std::deque<Backward> backwards;     // one for each layout of the gradient
+  std::mutex lock;                    // of these: engines run backward in threads of their own
+
+  const Backward* backward_for(const Tensor& grad) {
+    const std::lock_guard guard(lock);
+    for (const auto& each : backwards)
+      if (each.grad.fits(grad)) return &each;
+    return nullptr;
+  }
 };
 
 // --- calls by token and layout ---
@@ -152,11 +173,12 @@ struct Hash {
     return std::hash<std::string_view>{}({reinterpret_cast<const char*>(key.data()), key.size() * sizeof(int64_t)});
   }
 };
-std::unordered_map<Key, size_t, Hash> known;
+std::unordered_map<Key, Call*, Hash> known;
 std::deque<Call> calls;  // an autograd graph may hold one at any time, so none is ever freed; replay.py keeps them few
 size_t last_call = 0;    // that was replayed
 
-// Write the key of a call and its tensors, without those that are None. Return false where a tensor is not memory with strides, which is all that is replayed.
+// Write the key of a call and its tensors, without those that are None. Return false where a tensor is not memory with
+// strides, which is all that is replayed.
 bool write_key(Key& key, int64_t token, PyObject* const* given, size_t count, Tensors& tensors) {
   const bool has_grad = at::GradMode::is_enabled();
   key.assign(1, token);
@@ -195,44 +217,82 @@ struct Final : torch::autograd::Function<Final> {
   }
 };
 
+py::object* differentiate = nullptr;  // replay.py's: (call, saved, gradient of the output) -> gradients
+
+py::object as_python(const Tensor& x) {
+  return x.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(x)) : py::none();
+}
+
+Tensor as_tensor(const py::handle& x) { return x.is_none() ? Tensor() : THPVariable_Unpack(x.ptr()); }
+
+variable_list run(const Backward& backward, const variable_list& saved, const Tensor& grad) {
+  Tensors slots(saved.begin(), saved.end());
+  slots.resize(backward.num_slots);
+  slots[saved.size()] = grad;
+  for (const auto& [slot, table] : backward.constants) slots[slot] = table;
+  backward.program.run(slots);
+  variable_list results;
+  for (const int64_t slot : backward.results) results.push_back(slot == kNothing ? Tensor() : slots[slot]);
+  return results;
+}
+
+// The gradients by Python, which learns from it how those of the next call are computed.
+variable_list run_in_python(const Call& call, const variable_list& saved, const Tensor& grad) {
+  const py::gil_scoped_acquire gil;
+  try {
+    py::list tensors;
+    for (const auto& x : saved) tensors.append(as_python(x));
+    const auto found = (*differentiate)(call.number, tensors, as_python(grad)).cast<py::tuple>();
+    variable_list results;
+    for (const size_t slot : call.given) results.push_back(as_tensor(py::object(found[slot])));
+    return results;
+  } catch (const py::error_already_set& error) {
+    throw std::runtime_error(error.what());
+  }
+}
+
 struct Replay : torch::autograd::Function<Replay> {
-  static Tensor forward(AutogradContext* context, at::TensorList given, const Call* call) {
-    Tensors slots(call->num_slots);
-    for (size_t i = 0; i < given.size(); ++i) slots[call->given[i]] = given[i];
-    for (const auto& [slot, table] : call->constants) slots[slot] = table;
+  static Tensor forward(AutogradContext* context, at::TensorList given, int64_t address) {
+    const Call& call = *reinterpret_cast<const Call*>(address);
+    Tensors slots(call.num_slots);
+    for (size_t i = 0; i < given.size(); ++i) slots[call.given[i]] = given[i];
+    for (const auto& [slot, table] : call.constants) slots[slot] = table;
     at::AutoDispatchBelowADInplaceOrView below;
-    call->forward.run(slots);
-    if (call->has_backward) {
-      variable_list saved;
-      for (const auto& [slot, _] : call->saved) saved.push_back(slots[slot]);
-      context->save_for_backward(std::move(saved));
-      context->saved_data["call"] = reinterpret_cast<int64_t>(call);
-      context->set_materialize_grads(false);
-    }
-    return slots[call->output];
+    call.forward.run(slots);
+    variable_list saved;
+    for (const int64_t slot : call.saved)
+      if (slot != kNothing) saved.push_back(slots[slot]);
+    context->save_for_backward(std::move(saved));
+    context->saved_data["call"] = address;
+    context->set_materialize_grads(false);
+    return slots[call.output];
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const auto* call = reinterpret_cast<const Call*>(context->saved_data["call"].toInt());
-    const variable_list saved = context->get_saved_variables();
-    const bool is_final = at::GradMode::is_enabled();
-    variable_list results(call->results.size());
-    {
-      const at::NoGradGuard no_grad;
-      at::AutoDispatchBelowADInplaceOrView below;
-      Tensors slots(call->num_slots);
-      for (const auto& [slot, table] : call->constants) slots[slot] = table;
-      // Hooks on saved tensors, such as those that offload them, may change how they lie.
-      for (size_t i = 0; i < saved.size(); ++i)
-        if (saved[i].defined()) slots[call->saved[i].first] = call->saved[i].second.fitted(saved[i]);
-      const auto& [slot, layout] = call->grad.front();
-      slots[slot] = grads[0].defined() ? layout.fitted(grads[0]) : layout.empty().zero_();
-      call->backward.run(slots);
-      for (size_t i = 0; i < results.size(); ++i)
-        if (call->results[i] != kNothing) results[i] = slots[call->results[i]];
+    Call& call = *reinterpret_cast<Call*>(context->saved_data["call"].toInt());
+    const variable_list kept = context->get_saved_variables();
+    variable_list results(call.given.size());
+    if (grads[0].defined()) {
+      const bool is_final = at::GradMode::is_enabled();
+      {
+        const at::NoGradGuard no_grad;
+        // Hooks on saved tensors, such as those that offload them, may change how they lie.
+        variable_list saved;
+        size_t next = 0;
+        for (const int64_t slot : call.saved) {
+          saved.push_back(slot == kNothing ? Tensor() : call.saved_layouts[next].fitted(kept[next]));
+          next += slot != kNothing;
+        }
+        if (const Backward* known = call.backward_for(grads[0])) {
+          at::AutoDispatchBelowADInplaceOrView below;
+          results = run(*known, saved, grads[0]);
+        } else {
+          results = run_in_python(call, saved, grads[0]);
+        }
+      }
+      if (is_final) make_final(results, kept, grads);
     }
-    if (is_final) make_final(results, saved, grads);
-    results.emplace_back();  // of the call itself
+    results.emplace_back();  // of the call's address
     return results;
   }
 
@@ -261,8 +321,8 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!write_key(key, PyLong_AsLongLong(given[0]), given + 1, count - 1, tensors)) Py_RETURN_NONE;
   const auto found = known.find(key);
   if (found == known.end()) Py_RETURN_NONE;
-  last_call = found->second;
-  return THPVariable_Wrap(Replay::apply(at::TensorList(tensors), &std::as_const(calls[last_call])));
+  last_call = found->second->number;
+  return THPVariable_Wrap(Replay::apply(at::TensorList(tensors), reinterpret_cast<int64_t>(found->second)));
   END_HANDLE_TH_ERRORS
 }
 
@@ -313,11 +373,11 @@ Program program_of(const py::list& steps) {
   return program;
 }
 
-std::vector<std::pair<size_t, Layout>> layouts_of(const py::list& pairs) {
-  std::vector<std::pair<size_t, Layout>> found;
+Slots slots_of(const py::list& pairs) {
+  Slots found;
   for (const auto& each : pairs) {
     const auto pair = each.cast<py::tuple>();
-    found.emplace_back(pair[0].cast<size_t>(), layout_of(pair[1]));
+    found.emplace_back(pair[0].cast<size_t>(), as_tensor(py::object(pair[1])));
   }
   return found;
 }
@@ -332,28 +392,43 @@ Key key_of(int64_t token, const py::tuple& given, Tensors& tensors) {
 }
 
 // Return the number of the call.
-size_t learn(int64_t token, const py::tuple& given, size_t num_slots, const py::list& constants, const py::list& forward,
-           size_t output, const py::list& saved, const py::list& grad, const py::list& backward,
-           const std::vector<int64_t>& results) {
+size_t learn(int64_t token, const py::tuple& given, size_t num_slots, const py::list& constants,
+             const py::list& forward, size_t output, const std::vector<int64_t>& saved,
+             const py::list& saved_tensors) {
   Tensors tensors;
   Key key = key_of(token, given, tensors);
-  std::vector<size_t> slots;
-  std::vector<int64_t> wanted;  // slots of gradients
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (given[i].is_none()) continue;
-    slots.push_back(i);
-    if (!results.empty()) wanted.push_back(results[i]);
-  }
-  const bool has_backward = grad.size() > 0;
-  Call made{num_slots,         std::move(slots),   {}, program_of(forward), output, has_backward, layouts_of(saved),
-            layouts_of(grad),  program_of(backward), std::move(wanted)};
-  for (const auto& each : constants) {
-    const auto pair = each.cast<py::tuple>();
-    made.constants.emplace_back(pair[0].cast<size_t>(), THPVariable_Unpack(py::object(pair[1]).ptr()));
-  }
-  calls.push_back(std::move(made));
-  known[std::move(key)] = calls.size() - 1;
-  return calls.size() - 1;
+  Call& made = calls.emplace_back();
+  made.number = calls.size() - 1;
+  for (size_t i = 0; i < given.size(); ++i)
+    if (!given[i].is_none()) made.given.push_back(i);
+  made.num_slots = num_slots;
+  made.constants = slots_of(constants);
+  made.forward = program_of(forward);
+  made.output = output;
+  made.saved = saved;
+  for (const auto& x : saved_tensors)
+    if (!x.is_none()) made.saved_layouts.push_back(layout_of(x));
+  known[std::move(key)] = &made;
+  return made.number;
+}
+
+// Learn a backward pass, unless its gradients are not right.
+bool learn_backward(size_t number, const py::list& saved, const py::object& grad, size_t num_slots,
+                    const py::list& constants, const py::list& steps, const std::vector<int64_t>& results,
+                    const py::function& are_right) {
+  Call& call = calls[number];
+  std::vector<int64_t> wanted;
+  for (const size_t slot : call.given) wanted.push_back(results[slot]);
+  Backward made{layout_of(grad), num_slots, slots_of(constants), program_of(steps), std::move(wanted)};
+  variable_list tensors;
+  for (const auto& x : saved) tensors.push_back(as_tensor(x));
+  py::list found;
+  for (const auto& x : run(made, tensors, as_tensor(grad)))
+    if (x.defined()) found.append(as_python(x));
+  if (!are_right(found).cast<bool>()) return false;
+  const std::lock_guard guard(call.lock);
+  call.backwards.push_back(std::move(made));
+  return true;
 }
 
 void forget(int64_t token, const py::tuple& given) {
@@ -367,11 +442,13 @@ PyMethodDef call_method = {"call", reinterpret_cast<PyCFunction>(reinterpret_cas
 }  // namespace
 
 PYBIND11_MODULE(attn_zoo_replay, module) {
-  module.def("use", [](uintptr_t launch, uintptr_t stream) {
+  module.def("use", [](uintptr_t launch, uintptr_t stream, const py::object& backward) {
     launch_kernel = reinterpret_cast<LaunchKernel>(launch);
     stream_of = reinterpret_cast<StreamOf>(stream);
+    differentiate = new py::object(backward);  // never freed: an autograd graph may outlive this module
   });
   module.def("learn", &learn);
+  module.def("learn_backward", &learn_backward);
   module.def("forget", &forget);
   module.def("forget_all", [] { known.clear(); });
   module.def("last", [] { return last_call; });

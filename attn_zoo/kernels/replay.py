@@ -5,9 +5,9 @@ all that the node launches.
 
 A call whose kernels are compiled is recorded as it runs: which memory it allocates, which kernels it launches, with
 what, and which fused operator of torch it calls. That is a program over tensors, which depends on nothing but how the
-given ones lie, so it serves every later call that is alike. Forward and backward are programs of their own. Before it
-is used a program runs once beside what it was recorded from; unless all results are the same to the last bit, it is
-given up.
+given ones lie, so it serves every later call that is alike. Forward and backward are programs of their own; there is
+one backward for each way in which the gradient of the output lies. Before it is used a program runs once beside what it
+was recorded from; unless all results are the same to the last bit, it is given up.
 
 What else a call might do is not replayed but done as before: other operators, numbers drawn, tensors that nobody gave.
 Nor is anything while somebody watches: a mode of torch, a profiler's hooks on launches.
@@ -31,7 +31,7 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from threading import get_ident
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import triton  # noqa: F401  # without it there are no kernels to replay, and this counts as a source for GPUs only
@@ -41,6 +41,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_zoo.kernels import trace
 from attn_zoo.kernels.cached_launch import MAX_KINDS, CachedLaunch, launch_hooks, launch_recorders
+
+_T = TypeVar("_T")
 
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _MODULE = "attn_zoo_replay"
@@ -53,8 +55,7 @@ _MOST_NUMBERS = 2**26  # of the first tensor: where a call is long, the host doe
 _native: Any = None
 _why_not: str | None = ""  # empty before it was tried
 _tries: dict[Hashable, int] = {}
-_paths: dict[int, list[str]] = {}  # that ran as a call was recorded, by its number
-_kept: list[object] = []  # as long as the process: tokens, which are known by their addresses, and kernels
+_calls: dict[int, _Call] = {}  # by number
 
 
 # --- the compiled module ---
@@ -164,7 +165,7 @@ def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
         spec.loader.exec_module(module)
     except ImportError as error:  # of another machine, in a home that nodes of a cluster share
         return f"cannot be loaded: {error}"
-    module.use(*found)
+    module.use(*found, _differentiate)
     _native = module
     return None
 
@@ -190,7 +191,7 @@ def replay(token: object, *tensors: Tensor | None) -> Tensor | None:
         return None
     output: Tensor | None = _native.call(id(token), *tensors)
     if output is not None and trace._recorders:
-        for name in _paths[_native.last()]:
+        for name in _calls[_native.last()].paths:
             trace.note_path(name)
     return output
 
@@ -209,33 +210,37 @@ _OPERATORS = (
 )
 
 
-class Recording:
-    """What one call does: `forward` and `backward` are run inside it, and it is learnt if both could be recorded."""
+Saved = Sequence[Tensor | None]
+Forward = Callable[[], tuple[Tensor, Saved]]
+"""Returns the output, and what the backward pass reads."""
+Backward = Callable[[Saved, Tensor], tuple[Tensor | None, ...]]
+"""Takes what the forward pass saved and the gradient of the output; returns the gradients of the tensors given."""
 
-    def __init__(self, token: object, given: Sequence[Tensor | None], constants: Sequence[Tensor]) -> None:
-        self._token, self._given = token, tuple(given)
-        self._slots: dict[int, int] = {}  # by address
-        self._tensors: dict[int, Tensor] = {}  # by slot; they are kept, so that no address is used twice
-        self._num_slots = len(self._given)
+
+class _Recording:
+    """What a computation does with the tensors that it is given; slots are numbered as they come."""
+
+    def __init__(self, given: Saved, constants: Sequence[Tensor]) -> None:
         self.is_sound = True
-        for slot, tensor in enumerate(self._given):
-            if tensor is not None:
-                self._add(tensor, slot)
-        self._constants = [(self._add(table), table) for table in constants]
-        self._launches: list[CachedLaunch] = []  # whose end would unload their kernels
-        self._paths: list[str] = []
-        self._forward: list[_Step] = []
-        self._output: Tensor | None = None
+        self.steps: list[_Step] = []
+        self.launches: list[CachedLaunch] = []
+        self.paths: list[str] = []
+        self.num_slots = 0
+        self._slots: dict[int, int] = {}  # by address
+        self._kept: list[Tensor | None] = []  # by slot, so that no address is used twice
+        for tensor in given:
+            self.add(tensor)
+        self.constants = [(self.add(table), table) for table in constants]
 
-    def _add(self, tensor: Tensor, slot: int | None = None) -> int:
-        """Return the slot of a tensor that is new, which no other may share an address with."""
-        address = tensor.data_ptr()
-        if slot is None:
-            slot, self._num_slots = self._num_slots, self._num_slots + 1
-        self.is_sound &= address != 0 and address not in self._slots
-        # Without its history: what autograd keeps of the call holds this recording.
-        self._slots[address], self._tensors[slot] = slot, tensor.detach()
-        return slot
+    def add(self, tensor: Tensor | None) -> int:
+        """Return the slot of a tensor that is new, which may share its address with no other."""
+        self.num_slots += 1
+        self._kept.append(tensor)
+        if tensor is not None:
+            address = tensor.data_ptr()
+            self.is_sound &= address != 0 and address not in self._slots
+            self._slots[address] = self.num_slots - 1
+        return self.num_slots - 1
 
     def slot_of(self, tensor: Tensor | None) -> int:
         """Return the slot of a tensor, -1 for None; a tensor that nobody gave ends the recording."""
@@ -245,85 +250,99 @@ class Recording:
         self.is_sound &= slot >= 0
         return slot
 
-    def forward(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Compute a forward pass and record it; the first of its results is the call's output."""
-        self._forward, results = self._steps(compute)
-        self._output = results[0].detach()
-        return results
+    def run(self, compute: Callable[[], _T]) -> _T:
+        """Return what is computed, and record it."""
+        with torch.no_grad(), _Watch(self), trace.recording() as self.paths:
+            return compute()
 
-    def backward(
-        self, saved: Sequence[Tensor | None], grad: Tensor, compute: Callable[[], tuple[Tensor | None, ...]]
-    ) -> tuple[Tensor | None, ...]:
-        """Compute a backward pass, record it, and learn the call.
 
-        Args:
-            saved: what the backward pass reads of the forward pass.
-            grad: of the output.
-            compute: returns the gradients of the tensors given, None where none is wanted.
-        """
-        before = self._num_slots
-        kept = {slot: self._tensors[slot] for slot in map(self.slot_of, saved) if slot >= 0}
-        at = self._add(grad)
-        steps, grads = self._steps(compute)
-        results = [
-            self.slot_of(grad) if x is not None and x.requires_grad else -1
-            for x, grad in zip(self._given, grads, strict=True)
-        ]
-        read = {slot for step in steps for slot in _slots_in(step)} & {*range(before)}
-        read -= {slot for slot, _ in self._constants}
-        self.is_sound &= read <= kept.keys()
-        if self.is_sound:
-            saved_slots = [(slot, kept[slot]) for slot in sorted(read)]
-            self._learn(saved_slots, [(at, grad)], steps, results, grads)
+class _Call:
+    """A call that is replayed, and how Python computes its gradients, which a later one may have otherwise."""
+
+    def __init__(self, token: object, backward: Backward, constants: Sequence[Tensor], recording: _Recording) -> None:
+        self.paths = recording.paths
+        # As long as the process: the token, which is known by its address, and launches, whose end unloads kernels.
+        self._kept = [token, recording.launches]
+        self._backward, self._constants, self._tries = backward, constants, 0
+
+    def differentiate(self, number: int, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients by Python, and learn how they are computed where the gradient of the output lies so."""
+        self._tries += 1
+        if self._tries > _MOST_TRIES or _is_watched() or _is_capturing(grad):
+            return self._backward(saved, grad)
+        recording = _Recording([*saved, grad], self._constants)
+        grads = recording.run(lambda: self._backward(saved, grad))
+        results = [recording.slot_of(x) for x in grads]
+        if recording.is_sound and _native.learn_backward(
+            number,
+            saved,
+            grad,
+            recording.num_slots,
+            recording.constants,
+            _released(recording.steps, {*results}),
+            results,
+            lambda found: all(map(_are_same, found, (x for x in grads if x is not None))),
+        ):
+            self.paths = list(dict.fromkeys([*self.paths, *recording.paths]))
+            self._kept.append(recording.launches)
+            self._tries = 0
         return grads
 
-    def learn_forward(self) -> None:
-        """Learn a call without gradients."""
-        if self.is_sound:
-            self._learn([], [], [], [], ())
 
-    def _steps(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[list[_Step], tuple[Any, ...]]:
-        steps: list[_Step] = []
-        with _Watch(self, steps) as watch, trace.recording() as paths:
-            results = compute()
-        self.is_sound &= watch.is_sound
-        self._paths += paths
-        return steps, results
+def _differentiate(number: int, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _calls[number].differentiate(number, saved, grad)
 
-    def _learn(
-        self,
-        saved: list[tuple[int, Tensor]],
-        grad: list[tuple[int, Tensor]],
-        backward: list[_Step],
-        results: list[int],
-        grads: tuple[Tensor | None, ...],
-    ) -> None:
-        """Learn the call, run it once beside, and forget it where anything differs."""
-        assert self._output is not None
-        output = self.slot_of(self._output)
-        needed = {output, *(slot for slot, _ in saved)}
-        programs = _released(self._forward, needed), _released(backward, set(results))
-        if not self.is_sound:
-            return
-        # Aliases lie alike, and want gradients alike, but have no history.
-        alike = tuple([None if x is None else x.detach().requires_grad_(x.requires_grad) for x in self._given])
-        has_grad = bool(grad)
-        token = id(self._token)
-        with torch.set_grad_enabled(has_grad):
-            number = _native.learn(
-                token, alike, self._num_slots, self._constants, programs[0], output, saved, grad, programs[1], results
-            )
-            replayed = _native.call(token, *alike)
-            is_same = replayed is not None and _are_same(replayed, self._output)
-            if has_grad and is_same:
-                wanting = [(x, y) for x, y in zip(alike, grads, strict=True) if x is not None and x.requires_grad]
-                found = torch.autograd.grad(replayed, [x for x, _ in wanting], grad[0][1])
-                is_same = all(y is not None and _are_same(x, y) for x, (_, y) in zip(found, wanting, strict=True))
-            if is_same:
-                _paths[number] = self._paths
-                _kept.append((self._token, self._launches))
-            else:
-                _native.forget(token, alike)
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def learn(
+    token: object,
+    kind: Hashable,
+    given: Saved,
+    forward: Forward,
+    backward: Backward,
+    constants: Sequence[Tensor] = (),
+) -> Tensor | None:
+    """Record a call that `replay` did not know, and return its output by a replay; None where it is not replayed.
+
+    Args:
+        token: as `replay` takes it.
+        kind: the same for calls that are alike.
+        given: the tensors that `replay` takes.
+        forward: computes it.
+        backward: computes its gradients; it is kept, so it may hold none of these tensors.
+        constants: tables that every such call reads.
+    """
+    if _why_not == "":
+        prepare(compiles=False)
+    first = given[0]
+    assert first is not None
+    if _native is None or first.numel() > _MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched():
+        return None
+    if _is_capturing(first):
+        return None
+    if len(_tries) >= _MOST_TRIED:
+        _tries.clear()
+    kind = id(token), kind, *[x is not None and torch.is_grad_enabled() and x.requires_grad for x in given]
+    tries = _tries[kind] = _tries.get(kind, -1) + 1
+    if not 0 < tries <= _MOST_TRIES:  # the first call of a kind compiles
+        return None
+    recording = _Recording(given, constants)
+    output, saved = recording.run(forward)
+    out = recording.slot_of(output)
+    slots = [recording.slot_of(x) for x in saved]
+    if not recording.is_sound:
+        return None
+    steps = _released(recording.steps, {out, *slots})
+    number = _native.learn(id(token), (*given,), recording.num_slots, recording.constants, steps, out, slots, [*saved])
+    _calls[number] = _Call(token, backward, constants, recording)
+    replayed: Tensor = _native.call(id(token), *given)
+    if not _are_same(replayed, output):
+        _native.forget(id(token), (*given,))
+        return None
+    return replayed
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:
@@ -359,10 +378,9 @@ def _released(steps: list[_Step], needed: set[int]) -> list[_Step]:
 class _Watch(TorchDispatchMode):
     """Writes down what is allocated, launched and called inside, and whether that is all."""
 
-    def __init__(self, recording: Recording, steps: list[_Step]) -> None:
+    def __init__(self, recording: _Recording) -> None:
         super().__init__()
-        self.is_sound = True
-        self._recording, self._steps, self._thread = recording, steps, get_ident()
+        self._recording, self._thread = recording, get_ident()
 
     def __enter__(self) -> Self:
         launch_recorders.append(self._launched)
@@ -376,66 +394,35 @@ class _Watch(TorchDispatchMode):
     def _launched(self, launch: CachedLaunch, tensors: tuple[Tensor | None, ...]) -> None:
         if get_ident() != self._thread:
             return
-        native = launch.by_driver
+        known, native = self._recording, launch.by_driver
         if native is None:
-            self.is_sound = False
+            known.is_sound = False
             return
-        self._recording._launches.append(launch)
-        slots = [self._recording.slot_of(x) for x in tensors]
-        self._steps.append(("launch", native.function, native.shape, slots, native.numbers, native.places))
+        slots = [known.slot_of(x) for x in tensors]
+        known.launches.append(launch)
+        known.steps.append(("launch", native.function, native.shape, slots, native.numbers, native.places))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name, schema = func.overloadpacket.__name__, func._schema
+        name, schema, known = func.overloadpacket.__name__, func._schema, self._recording
         if name in _ALLOCATIONS:
-            self._steps.append(("allocate", self._recording._add(result), result))
+            known.steps.append(("allocate", known.add(result), result))
         elif name in _OPERATORS and not kwargs:
             self._called(schema, args, result)
         elif not (schema.returns and all(each.alias_info and not each.alias_info.is_write for each in schema.returns)):
-            self.is_sound = False  # neither a view nor anything that is replayed
+            known.is_sound = False  # neither a view nor anything that is replayed
         return result
 
     def _called(self, schema: Any, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        known = self._recording
         values = [*args, *(each.default_value for each in schema.arguments[len(args) :])]
-        given = [(place, self._recording.slot_of(x)) for place, x in enumerate(values) if isinstance(x, Tensor)]
+        given = [(place, known.slot_of(x)) for place, x in enumerate(values) if isinstance(x, Tensor)]
         dropout = next(place for place, each in enumerate(schema.arguments) if each.name == "dropout_p")
-        self.is_sound &= not values[dropout] and all(slot >= 0 for _, slot in given)
+        known.is_sound &= not values[dropout]
         rest = [None if isinstance(x, Tensor) else x for x in values]
-        made = [
-            self._recording._add(x) if isinstance(x, Tensor) and x.numel() and x.device == results[0].device else -1
-            for x in results
-        ]
-        self._steps.append(("operator", schema.name, schema.overload_name, rest, given, made))
-
-
-def recording_of(
-    token: object, kind: Hashable, tensors: Sequence[Tensor | None], constants: Sequence[Tensor] = ()
-) -> Recording | None:
-    """Return a recording for a call that `replay` did not know, or None where it is not the time or not possible.
-
-    Args:
-        token: as `replay` takes it.
-        kind: the same for calls that are alike.
-        tensors: as `replay` takes them.
-        constants: tables that every such call reads.
-    """
-    if _why_not == "":
-        prepare(compiles=False)
-    if _native is None:
-        return None
-    first = tensors[0]
-    assert first is not None
-    is_captured = first.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured or first.numel() > _MOST_NUMBERS or len(_kept) >= MAX_KINDS or _is_watched():
-        return None
-    kind = id(token), kind, *[x is not None and torch.is_grad_enabled() and x.requires_grad for x in tensors]
-    if len(_tries) >= _MOST_TRIED:
-        _tries.clear()
-    tries = _tries[kind] = _tries.get(kind, -1) + 1
-    if not 0 < tries <= _MOST_TRIES:  # the first call of a kind compiles
-        return None
-    recording = Recording(token, tensors, constants)
-    return recording if recording.is_sound else None
+        device = results[0].device
+        made = [known.add(x) if isinstance(x, Tensor) and x.numel() and x.device == device else -1 for x in results]
+        known.steps.append(("operator", schema.name, schema.overload_name, rest, given, made))
 
 
 @contextmanager
@@ -452,5 +439,5 @@ def replaying(*, addresses: tuple[int, int]) -> Iterator[None]:
     finally:
         _native.forget_all()
         _native, _why_not = before
-        for kept in (_tries, _paths, _kept):
-            kept.clear()
+        _tries.clear()
+        _calls.clear()

@@ -14,7 +14,7 @@ pattern anew at every call, because it ignores caches of Python, and would stop 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -90,14 +90,13 @@ class _BlockAttention(torch.autograd.Function):
         padding: Tensor | None,
         path: Backend,
         rest: tuple[Any, ...],
-        recording: Any,
     ) -> tuple[Tensor, Tensor | None]:
         call = BlockCall(query, key, value, padding, *rest)
-        output, lse = _recorded_forward(recording, path, call)
+        output, lse = _forward(path, call)
         is_read = lse is not None and not (path == "gather" and call.has_lse)
         saved = query, key, value, padding, output if is_read else None, lse if is_read else None
         ctx.save_for_backward(*saved)
-        ctx.path, ctx.rest, ctx.places, ctx.recording = path, rest, places_of(*saved), recording
+        ctx.path, ctx.rest, ctx.places = path, rest, places_of(*saved)
         ctx.set_materialize_grads(False)
         return output, lse if call.has_lse else None
 
@@ -107,20 +106,16 @@ class _BlockAttention(torch.autograd.Function):
         # Hooks on saved tensors, such as those that offload them, may change how they lie in memory.
         *inputs, output, lse = saved = ctx.saved_tensors
         call, is_moved = BlockCall(*inputs, *ctx.rest), places_of(*saved) != ctx.places
-
-        def compute() -> tuple[Tensor | None, ...]:
-            return *_backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved), None
-
-        is_recorded = ctx.recording is not None and grad_output is not None
-        gradients = ctx.recording.backward(saved, grad_output, compute) if is_recorded else compute()
+        gradients = _backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved)
         return *gradients, None, None, None
 
 
-def _recorded_forward(recording: Any, path: Backend, call: BlockCall) -> tuple[Tensor, Tensor | None]:
-    if recording is None:
-        return _forward(path, call)
-    output, lse = recording.forward(lambda: _forward(path, call))
-    return output, lse
+def _differentiate_replayed(
+    rest: tuple[Any, ...], saved: Sequence[Any], grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value and padding, from what a call by our kernels saved, unmoved."""
+    *inputs, output, lse = saved
+    return *_backward("triton", BlockCall(*inputs, *rest), grad_output, None, output, lse, is_moved=False), None
 
 
 # The operator. A pattern is its two tables and some numbers, or the name of a layout's class and its fields.
@@ -319,16 +314,22 @@ def _attend(
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
     rest = pattern, slopes, dropout_p, seed, has_lse, kind
-    recording = None
+    call = BlockCall(query, key, value, padding, *rest)
     if replays and path == "triton":
+
+        def forward() -> tuple[Tensor, tuple[Tensor | None, ...]]:
+            output, lse = _forward(path, call)
+            return output, (query, key, value, padding, output, lse)
+
         tables = pattern.indices, pattern.counts, *(pattern.transposed if needs_grad else ())
-        recording = replays.recording_of(pattern, kind, (query, key, value, padding), tables)
+        backward = partial(_differentiate_replayed, rest)
+        learned = replays.learn(pattern, kind, (query, key, value, padding), forward, backward, tables)
+        if learned is not None:
+            return learned, None
     if path == "flex" or not (needs_grad or forward_ad._current_level >= 0):  # forward derivatives are refused below
-        output, lse = _recorded_forward(recording, path, BlockCall(query, key, value, padding, *rest))
-        if recording is not None:
-            recording.learn_forward()
+        output, lse = _forward(path, call)
         return output, lse if has_lse else None
-    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, rest, recording)
+    attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, rest)
     return attended
 
 

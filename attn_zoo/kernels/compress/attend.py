@@ -6,7 +6,8 @@ which has as much to do for a node as for four launches. What comes between them
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,16 +53,16 @@ def attend_compressed(
     kind = remembered(_kinds, kind_of(*given), lambda: _is_one_node(*sizes) and object())
     if kind is False or key is value:
         return _by_parts(*sizes)
-    recording = replays.recording_of(token, kind, given)
-    needs_grad = any(x is not None and x.requires_grad for x in given)
-    if torch.is_grad_enabled() and (needs_grad or recording is None):
-        output: Tensor = _AttendCompressed.apply(kind, recording, key_padding_mask, query, key, value, *learned)
-        return output
-    if recording is None:
-        return _by_parts(*sizes)
-    (output,) = recording.forward(lambda: (_by_parts(*sizes),))
-    recording.learn_forward()
-    return output
+
+    def forward() -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        rows, output = _forward(kind, query, key, value, key_padding_mask, learned)
+        return output, (query, *rows, key_padding_mask, key, value, *learned)
+
+    wanted = tuple([x is not None and x.requires_grad for x in given])
+    output: Tensor | None = replays.learn(token, kind, given, forward, partial(_differentiate, kind, wanted))
+    if output is None and torch.is_grad_enabled():
+        output = _AttendCompressed.apply(kind, key_padding_mask, query, key, value, *learned)
+    return _by_parts(*sizes) if output is None else output
 
 
 def _by_parts(
@@ -88,55 +89,63 @@ def _is_one_node(
     return is_alike and few_keys_gradient.why_not(query, compressed) is None
 
 
+def _forward(
+    kind: Hashable, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, matrices: tuple[Tensor, ...]
+) -> tuple[list[Tensor], Tensor]:
+    """Return compressed keys and values, and the output."""
+    from attn_zoo.kernels.compress.triton_launch import compress
+
+    note_path("compress.triton")
+    rows = compress(CompressCall((key, value), matrices, mask, kind))
+    return rows, exact_attention(query, *rows, score_bias=_no_bias)
+
+
+def _differentiate(
+    kind: Hashable, wanted: Sequence[bool], saved: Sequence[Any], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key, value, mask and matrices.
+
+    Args:
+        kind: of the call; None where tensors were moved since.
+        wanted: which of these want one.
+        saved: query, keys and values as compressed, mask, key, value and matrices.
+        grad: of the output.
+    """
+    from attn_zoo.kernels.compress.triton_launch import gradients
+    from attn_zoo.kernels.exact import few_keys_gradient
+
+    note_path("few_keys.triton")
+    query, first, second, mask, key, value, *matrices = saved
+    of_query, *of_rows = few_keys_gradient.gradients(grad, query, first, second)
+    call = CompressCall((key, value), tuple(matrices), mask, kind)
+    of_tokens, of_matrices = True in wanted[1:3], True in wanted[4:]
+    found = gradients(call, of_rows, of_tokens=of_tokens, of_matrices=of_matrices)
+    before = found[:2] if of_tokens else (None, None)
+    after = found[len(found) - len(matrices) :] if of_matrices else (None,) * len(matrices)
+    return of_query, *before, None, *after
+
+
 class _AttendCompressed(torch.autograd.Function):
-    """Forward as its two parts are; keeps its inputs, and keys and values as compressed."""
+    """Keeps its inputs, and keys and values as compressed."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kind: Hashable,
-        recording: Any,
-        mask: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *matrices: Tensor,
+        ctx: Any, kind: Hashable, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *matrices: Tensor
     ) -> Tensor:
-        from attn_zoo.kernels.compress.triton_launch import compress
-
-        def compute() -> tuple[Tensor, ...]:
-            note_path("compress.triton")
-            rows = compress(CompressCall((key, value), matrices, mask, kind))
-            return exact_attention(query, *rows, score_bias=_no_bias), *rows
-
-        output, *rows = compute() if recording is None else recording.forward(compute)
+        rows, output = _forward(kind, query, key, value, mask, matrices)
         ctx.save_for_backward(query, *rows, mask, key, value, *matrices)
-        ctx.kind, ctx.recording, ctx.places = kind, recording, places_of(mask, key, value, *matrices)
+        ctx.kind, ctx.places = kind, places_of(mask, key, value, *matrices)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from attn_zoo.kernels.compress.triton_launch import gradients
-        from attn_zoo.kernels.exact import few_keys_gradient
-
-        query, first, second, mask, key, value, *matrices = saved = ctx.saved_tensors
-        kind = ctx.kind if places_of(mask, key, value, *matrices) == ctx.places else None  # moved by hooks
-        call = CompressCall((key, value), tuple(matrices), mask, kind)
-        _, _, _, _, *needed = ctx.needs_input_grad
-        of_tokens, of_matrices = True in needed[:2], True in needed[2:]
-
-        def compute() -> tuple[Tensor | None, ...]:
-            """Return the gradients of query, key, value, mask and matrices."""
-            note_path("few_keys.triton")
-            of_query, *of_rows = few_keys_gradient.gradients(grad, query, first, second)
-            found = gradients(call, of_rows, of_tokens=of_tokens, of_matrices=of_matrices)
-            before = found[:2] if of_tokens else (None, None)
-            after = found[len(found) - len(matrices) :] if of_matrices else (None,) * len(matrices)
-            return of_query, *before, None, *after
-
-        found = compute() if ctx.recording is None else ctx.recording.backward(saved, grad, compute)
-        return None, None, None, *found[:3], *found[4:]
+        saved = ctx.saved_tensors
+        kind = ctx.kind if places_of(*saved[3:]) == ctx.places else None  # moved by hooks
+        _, _, *needed = ctx.needs_input_grad
+        wanted = *needed[:3], False, *needed[3:]
+        of_query, of_key, of_value, _, *of_matrices = _differentiate(kind, wanted, saved, grad)
+        return None, None, of_query, of_key, of_value, *of_matrices
 
 
 def _no_bias(*_: object, **__: object) -> Tensor:
