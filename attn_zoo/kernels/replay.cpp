@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -14,7 +15,6 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -175,7 +175,7 @@ struct Hash {
 };
 std::unordered_map<Key, Call*, Hash> known;
 std::deque<Call> calls;  // an autograd graph may hold one at any time, so none is ever freed; replay.py keeps them few
-size_t last_call = 0;    // that was replayed
+thread_local size_t last_call = 0;  // that was replayed
 
 // Write the key of a call and its tensors, without those that are None. Return false where a tensor is not memory with
 // strides, which is all that is replayed.
@@ -246,8 +246,11 @@ variable_list run_in_python(const Call& call, const variable_list& saved, const 
     variable_list results;
     for (const size_t slot : call.given) results.push_back(as_tensor(py::object(found[slot])));
     return results;
-  } catch (const py::error_already_set& error) {
-    throw std::runtime_error(error.what());
+  } catch (py::error_already_set& error) {  // as what it is: who is told of too little memory tells it by its type
+    error.restore();
+    python_error kept;
+    kept.persist();
+    throw kept;
   }
 }
 
