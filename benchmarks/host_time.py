@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_zoo import BuildContext, UnsupportedError, build_attention, build_mixer, list_variants
 from attn_zoo.console import print_table
-from attn_zoo.kernels import cached_launch, replay
+from attn_zoo.kernels import cached_launch
 from attn_zoo.kernels.cached_launch import CachedLaunch
+from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.registry import variants
 
 TORCH = "torch"
@@ -95,6 +96,7 @@ def stand_in() -> Iterator[None]:
     from triton.compiler import compiler
     from triton.runtime import driver
 
+    from attn_zoo.kernels import replay
     from attn_zoo.kernels.blocks import block_attention
     from attn_zoo.kernels.compress import attend, compression
     from attn_zoo.kernels.exact import few_keys_gradient
@@ -255,7 +257,8 @@ def main() -> None:
     if unknown:
         parser.error(f"no such variant: {', '.join(sorted(unknown))}; there are {', '.join(list_variants())}")
     torch.set_num_threads(1)
-    if sizes.device == "cuda" and (reason := replay.prepare()) is not None:
+    replays = replays_on(sizes.device)
+    if replays and (reason := replays.prepare()) is not None:
         print(f"calls are not replayed: {reason}")
     with stand_in() if sizes.stand_in else nullcontext():
         calls = show(sizes.names or list(list_variants()), sizes)

@@ -65,8 +65,9 @@ def _place() -> Path:
     """Return where the compiled module lies: apart for each source, torch, Python and folder of torch."""
     of_machine = f"{torch.__version__} {torch.__file__} {sys.version} {sysconfig.get_platform()}"
     digest = hashlib.sha256(_SOURCE.read_bytes() + of_machine.encode()).hexdigest()[:16]
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "attn_zoo" / f"{_MODULE}-{digest}.so"
+    # Where data are kept too (`tasks.sources.tensor_cache`). Without a home, which pathlib refuses, nothing is kept.
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(os.environ.get("ATTN_ZOO_CACHE") or Path(caches, "attn_zoo"), f"{_MODULE}-{digest}.so")
 
 
 def _compile(target: Path) -> str | None:
@@ -101,9 +102,8 @@ def _found(addresses: tuple[int, int] | None) -> tuple[int, int] | str:
         return addresses
     try:
         launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-        stream = ctypes.CDLL(
-            str(Path(torch.__file__).parent / "lib/libtorch_cuda.so")
-        ).aoti_torch_get_current_cuda_stream
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+        stream = ctypes.CDLL(str(library)).aoti_torch_get_current_cuda_stream
     except (OSError, AttributeError) as error:
         return f"not a CUDA build of torch with a driver ({error})"
     first, second = (ctypes.cast(each, ctypes.c_void_p).value for each in (launch, stream))

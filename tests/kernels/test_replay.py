@@ -400,7 +400,7 @@ def test_without_cuda_calls_stay_in_python_and_say_why(monkeypatch):
 def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(replay_module, "_native", None)
     monkeypatch.setattr(replay_module, "_why_not", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "attn_zoo"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no C++ compiler" in str(prepare(addresses=(1, 1)))
     assert (
