@@ -14,14 +14,16 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import itertools
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +134,12 @@ FILES = {
         "fc8b78441b1e27eb5d9b01fc738a8772cee07127",
         "performer_pytorch/performer_pytorch.py",
         "dd7b741c03c9ddb8289041c759963d12e11df55e4b0cb7a827baef6261da5a0e",
+    ),
+    "reformer": File(
+        "lucidrains/reformer-pytorch",
+        "66a19b6caf481a880c97d331306aba55d2ae4b9c",
+        "reformer_pytorch/reformer_pytorch.py",
+        "c373e09abaa15bfc0967aabf3f2a8777f8badf8362bc9013627c5cc41c3ca39f",
     ),
     "s4d": File(
         "state-spaces/s4",
@@ -545,6 +553,46 @@ def performer(theirs: Theirs) -> Iterator[Pair]:
             yield Pair(case, module(query, key, value), output, {"q": query, "k": key, "v": value})
 
 
+def _given(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
+
+
+def reformer(theirs: Theirs) -> Iterator[Pair]:
+    """Compare with the paper's sets: other buckets hidden, pairs counted once. Theirs divides scores by sqrt(D).
+
+    Without what keeps numbers finite: ours adds 10^-6 under the root of a key, theirs 10^-9 to a count of pairs, and
+    hides a token from itself by 50 000, which rounds the logarithm of a sum.
+    """
+    helpers = "sort_key_val", "batched_index_select", "default", "exists", "max_neg_value", "chunked_sum"
+    cached = "cache_method_decorator"
+    for is_causal, num_rounds in itertools.product((False, True), (1, 4)):
+        options: dict[str, Any] = {"chunk_len": 16, "num_rounds": num_rounds, "num_buckets": 16}  # theirs has L / C
+        module = build(build_mixer, "reformer", is_causal=is_causal, **options)
+        hidden = hidden_states(256)
+        rotations = module.rotations.movedim(0, 1)[None]  # [1, D, R, b / 2]
+        drawn = {"randn": partial(_given, rotations), "log": lambda counts: (counts - 1e-9).clamp(1e-9).log()}
+        their_torch = SimpleNamespace(**vars(torch) | drawn)
+        given = {"torch": their_torch, "wraps": wraps, "TOKEN_SELF_ATTN_VALUE": -1e3}
+        code = theirs.definitions("reformer", "LSHAttention", *helpers, cached, **given)
+        attend = code.LSHAttention(
+            bucket_size=16,
+            n_hashes=num_rounds,
+            causal=is_causal,
+            allow_duplicate_attention=False,
+            attend_across_buckets=False,
+        )
+        query, value = (
+            projection(hidden).unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2).flatten(0, 1)
+            for projection in (module.query_proj, module.value_proj)
+        )
+        output, _, _ = attend(query * HEAD_DIM**0.5, value)
+        merged = output.unflatten(0, (BATCH_SIZE, NUM_HEADS)).transpose(1, 2).flatten(2)
+        with patch("attn_zoo.variants.reformer.EPS", 0.0):
+            ours = module(hidden)
+        case = f"{'causal' if is_causal else 'bidirectional'}, {num_rounds} rounds"
+        yield Pair(case, ours, module.out_proj(merged), {"x": hidden, **dict(module.named_parameters())})
+
+
 def retention(theirs: Theirs) -> Iterator[Pair]:
     """Compare the layer of one repository around the retention of another.
 
@@ -615,6 +663,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         nsa,
         nystrom,
         performer,
+        reformer,
         retention,
         s4d,
     )

@@ -143,7 +143,7 @@ def test_a_package_that_hangs_does_so_once_for_all_processes(site, monkeypatch):
     del sys.modules["zoo_plugin_good"]
     began = time.monotonic()
     (again,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=60)
-    assert time.monotonic() - began < 2, "nothing is tried again"
+    assert time.monotonic() - began < 30, "nothing is tried again"
     assert again == first
     assert "plugin_good" in tasks
 
