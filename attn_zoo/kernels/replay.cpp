@@ -41,7 +41,13 @@ LaunchKernel launch_kernel = nullptr;
 StreamOf stream_of = nullptr;
 constexpr int64_t kNothing = -1;  // a slot that stands for None
 constexpr uintptr_t kAlignment = 15;
-constexpr int kNoContext = 201;  // CUDA_ERROR_INVALID_CONTEXT: of a thread in which CUDA's runtime has not run yet
+
+// Memory with strides that holds the numbers themselves, which is all that is replayed.
+bool is_plain(const Tensor& x) {
+  const auto* impl = x.unsafeGetTensorImpl();
+  const bool is_memory = x.layout() == at::kStrided && impl->has_storage() && !impl->is_python_dispatch();
+  return is_memory && !x.is_neg() && !x.is_conj() && !x._is_zerotensor();
+}
 
 uintptr_t address_of(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()); }
 
@@ -59,13 +65,25 @@ struct Layout {
   Tensor empty() const { return at::empty_strided(sizes, strides, options); }
 
   bool fits(const Tensor& x) const {
+    if (!is_plain(x)) return false;
     const bool is_like = x.scalar_type() == options.dtype().toScalarType() && x.device() == options.device();
     const bool is_placed = x.strides() == strides && !(is_aligned && (address_of(x) & kAlignment));
     return is_like && is_placed && x.sizes() == sizes;
   }
 
   // The tensor, or a copy that lies as the recorded one did.
-  Tensor fitted(const Tensor& x) const { return fits(x) ? x : empty().copy_(x); }
+  Tensor fitted(const Tensor& x) const {
+    if (fits(x)) return x;
+    const Tensor copy = empty();
+    Tensor to = copy, from = x;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (strides[i] != 0 || sizes[i] < 2) continue;
+      to = to.narrow(i, 0, 1);  // expanded: all along it are one number
+      from = from.narrow(i, 0, 1);
+    }
+    to.copy_(from);
+    return copy;
+  }
 };
 
 struct Allocate {
@@ -99,8 +117,10 @@ struct Launch {
                            nullptr);
     };
     int code = try_it();
-    if (code == kNoContext) {
-      slots[tensors.front()].new_zeros({1});  // an operator of torch binds it to this thread
+    if (code != 0) {
+      // CUDA's runtime may not have run in this thread, which then has no context: an operator of torch binds one. What
+      // an earlier kernel broke, it tells better.
+      slots[tensors.front()].new_zeros({1});
       code = try_it();
     }
     TORCH_CHECK(code == 0, "cuLaunchKernel: error ", code, " in a replayed call");
@@ -177,8 +197,7 @@ std::unordered_map<Key, Call*, Hash> known;
 std::deque<Call> calls;  // an autograd graph may hold one at any time, so none is ever freed; replay.py keeps them few
 thread_local size_t last_call = 0;  // that was replayed
 
-// Write the key of a call and its tensors, without those that are None. Return false where a tensor is not memory with
-// strides, which is all that is replayed.
+// Write the key of a call and its tensors, without those that are None. Return false where a tensor is not plain.
 bool write_key(Key& key, int64_t token, PyObject* const* given, size_t count, Tensors& tensors) {
   const bool has_grad = at::GradMode::is_enabled();
   key.assign(1, token);
@@ -189,9 +208,7 @@ bool write_key(Key& key, int64_t token, PyObject* const* given, size_t count, Te
     }
     if (!THPVariable_CheckExact(given[i])) return false;
     const Tensor& x = tensors.emplace_back(THPVariable_Unpack(given[i]));
-    const auto* impl = x.unsafeGetTensorImpl();
-    const bool is_plain = x.layout() == at::kStrided && impl->has_storage() && !impl->is_python_dispatch();
-    if (!is_plain || x.is_neg() || x.is_conj()) return false;
+    if (!is_plain(x)) return false;
     key.push_back(static_cast<int64_t>(x.scalar_type()) << 8 | x.dim());
     key.push_back(static_cast<int64_t>(x.device().type()) << 8 | static_cast<uint8_t>(x.device().index()));
     key.push_back(static_cast<int64_t>(address_of(x) & kAlignment) << 1 | (has_grad && x.requires_grad()));
@@ -385,13 +402,19 @@ Slots slots_of(const py::list& pairs) {
   return found;
 }
 
+// Return the key of a call; it is empty where a tensor is not plain.
 Key key_of(int64_t token, const py::tuple& given, Tensors& tensors) {
   Key key;
   std::vector<PyObject*> objects;
   for (const auto& each : given) objects.push_back(each.ptr());
   tensors.reserve(objects.size());
-  TORCH_CHECK(write_key(key, token, objects.data(), objects.size(), tensors), "expected plain tensors in memory");
+  if (!write_key(key, token, objects.data(), objects.size(), tensors)) key.clear();
   return key;
+}
+
+bool are_plain(const py::tuple& given) {
+  Tensors tensors;
+  return !key_of(0, given, tensors).empty();
 }
 
 // Return the number of the call.
@@ -400,6 +423,7 @@ size_t learn(int64_t token, const py::tuple& given, size_t num_slots, const py::
              const py::list& saved_tensors) {
   Tensors tensors;
   Key key = key_of(token, given, tensors);
+  TORCH_CHECK(!key.empty(), "expected plain tensors");
   Call& made = calls.emplace_back();
   made.number = calls.size() - 1;
   for (size_t i = 0; i < given.size(); ++i)
@@ -450,6 +474,7 @@ PYBIND11_MODULE(attn_zoo_replay, module) {
     stream_of = reinterpret_cast<StreamOf>(stream);
     differentiate = new py::object(backward);  // never freed: an autograd graph may outlive this module
   });
+  module.def("are_plain", &are_plain);
   module.def("learn", &learn);
   module.def("learn_backward", &learn_backward);
   module.def("forget", &forget);

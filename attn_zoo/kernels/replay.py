@@ -321,7 +321,7 @@ def learn(
     assert first is not None
     if _native is None or first.numel() > _MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched():
         return None
-    if _is_capturing(first):
+    if _is_capturing(first) or not _native.are_plain((*given,)):
         return None
     if len(_tries) >= _MOST_TRIED:
         _tries.clear()

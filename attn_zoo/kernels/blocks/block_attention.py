@@ -103,9 +103,12 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Hooks on saved tensors, such as those that offload them, may change how they lie in memory.
-        *inputs, output, lse = saved = ctx.saved_tensors
-        call, is_moved = BlockCall(*inputs, *ctx.rest), places_of(*saved) != ctx.places
+        saved = ctx.saved_tensors
+        is_moved = places_of(*saved) != ctx.places
+        if is_moved:  # hooks on saved tensors, such as those that offload them, may change how they lie in memory
+            saved = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in saved]
+        *inputs, output, lse = saved
+        call = BlockCall(*inputs, *ctx.rest)
         gradients = _backward(ctx.path, call, grad_output, grad_lse, output, lse, is_moved=is_moved)
         return *gradients, None, None, None
 

@@ -42,7 +42,7 @@ def attend_compressed(
     """
     (key, value), (e, f) = tokens, matrices
     replays = None if torch.compiler.is_compiling() else replays_on(query.device.type)
-    if replays is None or torch.is_autocast_enabled("cuda"):
+    if replays is None or key is value or torch.is_autocast_enabled("cuda"):
         return _by_parts(query, tokens, matrices, key_padding_mask)
     learned = (e,) if e is f else matrices
     given = query, key, value, key_padding_mask, *learned
@@ -51,7 +51,7 @@ def attend_compressed(
         return known  # type: ignore[no-any-return]
     sizes = query, tokens, matrices, key_padding_mask
     kind = remembered(_kinds, kind_of(*given), lambda: _is_one_node(*sizes) and object())
-    if kind is False or key is value:
+    if kind is False:
         return _by_parts(*sizes)
 
     def forward() -> tuple[Tensor, tuple[Tensor | None, ...]]:
