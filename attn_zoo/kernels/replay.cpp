@@ -303,11 +303,13 @@ struct Replay : torch::autograd::Function<Replay> {
           saved.push_back(slot == kNothing ? Tensor() : call.saved_layouts[next].fitted(kept[next]));
           next += slot != kNothing;
         }
-        if (const Backward* known = call.backward_for(grads[0])) {
+        Tensor grad = grads[0];
+        if (is_plain(grad) && grad.stride(-1) != 1) grad = grad.contiguous();  // that of a sum is one number expanded
+        if (const Backward* known = call.backward_for(grad)) {
           at::AutoDispatchBelowADInplaceOrView below;
-          results = run(*known, saved, grads[0]);
+          results = run(*known, saved, grad);
         } else {
-          results = run_in_python(call, saved, grads[0]);
+          results = run_in_python(call, saved, grad);
         }
       }
       if (is_final) make_final(results, kept, grads);
