@@ -12,14 +12,16 @@ was recorded from; unless all results are the same to the last bit, it is given 
 What else a call might do is not replayed but done as before: other operators, numbers drawn, tensors that nobody gave.
 Nor is anything while somebody watches: a mode of torch, a profiler's hooks on launches.
 
-The C++ (`replay.cpp`) is compiled by `prepare`, once on a machine, in half a minute. Where that was not done, and where
-there is no compiler, calls go through Python, with the same results. `ATTN_ZOO_REPLAY=0` has all calls do so.
+The C++ (`replay.cpp`) is compiled once on a machine, in half a minute: by `prepare_run` before anything is measured, or
+when a call is to be recorded first. Where there is no compiler calls go through Python, with the same results.
+`ATTN_ZOO_REPLAY=0` has all calls do so.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -47,6 +49,7 @@ _T = TypeVar("_T")
 _SOURCE = Path(__file__).with_name("replay.cpp")
 _MODULE = "attn_zoo_replay"
 _VARIABLE = "ATTN_ZOO_REPLAY"
+_SLOWER = "calls are not replayed, so the host takes longer for each: {}"
 
 _MOST_TRIES = 4  # to record a kind of call; then it stays in Python
 _MOST_TRIED = 8 * MAX_KINDS
@@ -70,11 +73,17 @@ def _place() -> Path:
     return Path(os.environ.get("ATTN_ZOO_CACHE") or Path(caches, "attn_zoo"), f"{_MODULE}-{digest}.so")
 
 
-def _compile(target: Path) -> str | None:
-    """Compile the module; return why that cannot be done, or None."""
+def _compile(target: Path, say: Callable[[str], object]) -> str | None:
+    """Compile the module, which is said; return why that cannot be done, or None."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        return "no C++ compiler (g++, or what CXX names)"
+    reason = "no C++ compiler (g++, or what CXX names)" if compiler is None else _compile_by(compiler, target, say)
+    if reason is not None:
+        say(_SLOWER.format(reason))
+    return reason
+
+
+def _compile_by(compiler: str, target: Path, say: Callable[[str], object]) -> str | None:
+    say("compiling what replays a GPU's calls, once on this machine: half a minute ...")
     root = Path(torch.__file__).parent
     folders = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
     try:
@@ -112,20 +121,27 @@ def _found(addresses: tuple[int, int] | None) -> tuple[int, int] | str:
     return first, second
 
 
+def _warn(line: str) -> None:
+    logging.getLogger("attn_zoo").warning("attn_zoo: %s", line)  # on standard error, unless the program says otherwise
+
+
 def prepare(*, addresses: tuple[int, int] | None = None, compiles: bool = True) -> str | None:
-    """Load the compiled module, and compile it first, which takes half a minute once on a machine.
+    """Load the compiled module, and compile it first, which takes half a minute once on a machine and is said.
 
     Args:
         addresses: of functions like `cuLaunchKernel` and `aoti_torch_get_current_cuda_stream`; None finds these two.
-        compiles: it, where it is not compiled; otherwise it is then not used.
+        compiles: it, where it is not compiled; otherwise it is not used now.
 
     Returns:
         Why calls are not replayed, or None where they are.
     """
     global _why_not  # noqa: PLW0603
     if _native is None:
-        _why_not = _load(addresses, compiles=compiles)
-    return _why_not
+        reason = _load(addresses, compiles=compiles)
+        if reason is None or compiles:
+            _why_not = reason
+        return reason
+    return None
 
 
 def prepare_run(say: Callable[[str], object]) -> None:
@@ -139,10 +155,10 @@ def prepare_run(say: Callable[[str], object]) -> None:
     found = _found(None)
     reason = found if isinstance(found, str) else None
     if reason is None and not _place().is_file():
-        say("compiling what replays a GPU's calls, once on this machine: half a minute ...")
-        reason = _compile(_place())
+        reason = _compile(_place(), say)
+    elif reason is not None:
+        say(_SLOWER.format(reason))
     if reason is not None:
-        say(f"calls are not replayed, so the host takes longer for each: {reason}")
         os.environ[_VARIABLE] = "0"
 
 
@@ -154,8 +170,8 @@ def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
     path = _place()
     if not path.is_file():
         if not compiles:
-            return "not compiled on this machine yet; a run on its GPU does it first"
-        if (reason := _compile(path)) is not None:
+            return "not compiled on this machine yet; the first run on its GPU does it"
+        if (reason := _compile(path, _warn)) is not None:
             return reason
     spec = spec_from_file_location(_MODULE, path, loader=ExtensionFileLoader(_MODULE, str(path)))
     assert spec is not None
@@ -315,19 +331,17 @@ def learn(
         backward: computes its gradients; it is kept, so it may hold none of these tensors.
         constants: tables that every such call reads.
     """
-    if _why_not == "":
-        prepare(compiles=False)
     first = given[0]
     assert first is not None
-    if _native is None or first.numel() > _MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched():
-        return None
-    if _is_capturing(first) or not _native.are_plain((*given,)):
+    if _why_not or first.numel() > _MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched() or _is_capturing(first):
         return None
     if len(_tries) >= _MOST_TRIED:
         _tries.clear()
     kind = id(token), kind, *[x is not None and torch.is_grad_enabled() and x.requires_grad for x in given]
     tries = _tries[kind] = _tries.get(kind, -1) + 1
     if not 0 < tries <= _MOST_TRIES:  # the first call of a kind compiles
+        return None
+    if prepare() is not None or not _native.are_plain((*given,)):
         return None
     recording = _Recording(given, constants)
     output, saved = recording.run(forward)

@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -426,21 +426,52 @@ def test_without_cuda_calls_stay_in_python_and_say_why(monkeypatch):
     assert replay_module.replay(LAYOUT, torch.zeros(1)) is None
 
 
-def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path):
+def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(replay_module, "_native", None)
     monkeypatch.setattr(replay_module, "_why_not", "")
     monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "attn_zoo"))
     monkeypatch.setenv("CXX", "no-such-compiler")
+    later = "not compiled on this machine yet; the first run on its GPU does it"
+    assert prepare(addresses=(1, 1), compiles=False) == later
+    assert replay_module._why_not == ""  # so a call may still have it compiled
     assert "no C++ compiler" in str(prepare(addresses=(1, 1)))
-    assert (
-        prepare(addresses=(1, 1), compiles=False) == "not compiled on this machine yet; a run on its GPU does it first"
-    )
+    assert "attn_zoo: calls are not replayed, so the host takes longer for each: no C++" in caplog.messages.pop()
     failing = tmp_path / "failing"
     failing.write_text("#!/bin/sh\necho 'replay.cpp:1: error: no such header' >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
     assert str(prepare(addresses=(1, 1))).endswith("failed: replay.cpp:1: error: no such header")
     assert not list((tmp_path / "attn_zoo").iterdir())
+    compiling, failed = caplog.messages[-2:]
+    assert compiling == "attn_zoo: compiling what replays a GPU's calls, once on this machine: half a minute ..."
+    assert failed.endswith("error: no such header")
+
+
+def test_a_program_of_ones_own_compiles_when_a_call_comes_again(monkeypatch):
+    """Not for the first call of a kind, and only once where it cannot be."""
+    tried: list[Path] = []
+
+    def compile_(place: Path, _: object) -> str:
+        tried.append(place)
+        return "no room"
+
+    monkeypatch.setattr(replay_module, "_native", None)
+    monkeypatch.setattr(replay_module, "_why_not", "")
+    monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
+    monkeypatch.setattr(replay_module, "_place", lambda: Path("nowhere"))
+    monkeypatch.setattr(replay_module, "_compile", compile_)
+    token, given = object(), torch.ones(2)
+    for num_tried in (0, 1, 1, 1):
+        found = replay_module.learn(token, "kind", [given], lambda: (given, []), lambda saved, grad: (grad,))
+        assert found is None
+        assert len(tried) == num_tried
+    assert replay_module._why_not == "no room"
+
+
+def _written(place: Path, say: Callable[[str], object]) -> None:
+    say("compiling")
+    place.parent.mkdir()
+    place.touch()
 
 
 def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch, tmp_path):
@@ -448,9 +479,9 @@ def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ATTN_ZOO_REPLAY", raising=False)
     monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
-    monkeypatch.setattr(replay_module, "_compile", lambda place: place.parent.mkdir() or place.touch())
+    monkeypatch.setattr(replay_module, "_compile", _written)
     replay_module.prepare_run(said.append)
-    assert said == ["compiling what replays a GPU's calls, once on this machine: half a minute ..."]
+    assert said == ["compiling"]
     replay_module.prepare_run(said.append)
     assert len(said) == 1
     assert "ATTN_ZOO_REPLAY" not in os.environ
