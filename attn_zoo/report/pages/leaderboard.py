@@ -86,6 +86,7 @@ class RunPage:
     Args:
         name: of its folder.
         where: that folder, relative to the front page, as a link.
+        page: its page for readers of Markdown, likewise: its `README.md`, or the report where none was asked for.
         answers: pairs of a question and what the run answers.
         said: what to know beside the first answer, a line each.
         unfinished: what is left; empty for nothing.
@@ -96,6 +97,7 @@ class RunPage:
 
     name: str
     where: str
+    page: str
     answers: tuple[tuple[str, str], ...]
     said: tuple[str, ...]
     unfinished: str
@@ -166,7 +168,7 @@ def leaderboard_readme(machines: Sequence[Machine]) -> str:
         lines += [f"## {escape_markdown(machine.words)}{beside}", ""]
         for run in machine.runs:
             name = f"{machine.name}/{run.name}" if machine.name else run.name  # two machines may have runs of one name
-            page = f"[{escape_markdown(name)}]({run.where}/README.md)"
+            page = f"[{escape_markdown(name)}]({run.page})"
             for question, answer in run.answers:
                 lines += [f"**{question}** {escape_markdown(answer)} ({page})", ""]
             unfinished = [run.unfinished] if run.unfinished else []
@@ -198,6 +200,7 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
     return RunPage(
         name=clean(folder.name),
         where=where,
+        page=f"{where}/{'README.md' if (folder / 'README.md').is_file() else 'report.html'}",
         answers=tuple(answers),
         said=tuple(clean(text) for text in findings(analysis)[:MOST_FINDINGS])
         if lead or not told

@@ -28,6 +28,7 @@ def folder(tmp_path_factory) -> Path:
     root: Path = tmp_path_factory.mktemp("results")
     records = [*zoo(lengths=LENGTHS), scaling("moba", 512), scaling("moba", 1024, status="oom_host", reason="no room")]
     write_run(root / "box" / "first", records)
+    (root / "box" / "first" / "README.md").touch()
     scores = [accuracy(variant, seed, mean + 0.01 * seed) for seed in range(3) for variant, mean in SCORES.items()]
     write_run(root / "box" / "second", scores)
     return root
@@ -99,6 +100,7 @@ def test_the_readme_answers_each_question_with_the_run_it_comes_from(machines):
     text = leaderboard_readme(machines)
     assert "**Which is the fastest?** Forward on Example CPU" in text
     assert "([box/first](box/first/README.md))" in text
+    assert "([box/second](box/second/report.html))" in text, "which has no README"
     assert "**What does it buy in accuracy?** Accuracy on listops" in text
 
 
