@@ -32,8 +32,8 @@ def test_an_index_is_written_over_the_folders_in_a_folder(call, tmp_path, monkey
     assert done.code == 0
     assert "wrote runs/index.html" in done.out
     text = (tmp_path / "runs" / "README.md").read_text(encoding="utf-8")
-    assert "(one/README.md)" in text
-    assert "(box/two/README.md)" in text
+    assert "(one/report.html)" in text
+    assert "(box/two/report.html)" in text
     assert call("report", "runs", "--index", "--readme").code == 2
     assert "expected results folders in it" in call("report", "runs/one", "--index").err
 
