@@ -89,24 +89,33 @@ _SHORT = 12  # columns that are no wider keep their width: it is the long ones t
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[str] = (),
+    *,
+    is_cut: bool = False,
 ) -> None:
-    """Print rows under a title; columns named in `right` are numbers. The last column takes what room is left."""
+    """Print rows under a title; columns named in `right` are numbers.
+
+    The last column takes what room is left: in several lines, or in one that is cut to it, where `is_cut`.
+    """
     table = Table(
         box=None,
         pad_edge=False,
         padding=(0, 2, 0, 0),
         show_header=any(columns),
     )
-    for index, column in enumerate(columns):
+    widths = [max(len(str(text)) for text in texts) for texts in zip(columns, *rows, strict=True)]
+    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
         is_last = index == len(columns) - 1
-        width = max(len(column), *(len(str(row[index])) for row in rows)) if rows else len(column)
         table.add_column(
             column,
             justify="right" if column in right else "left",
-            no_wrap=not is_last,
-            overflow="fold" if is_last else "ellipsis",
+            no_wrap=is_cut or not is_last,
+            overflow="fold" if is_last and not is_cut else "ellipsis",
             min_width=width if width <= _SHORT else None,
+            max_width=max(out.width - sum(widths[:-1]) - 2 * index, _SHORT) if is_last and is_cut else None,
         )
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
@@ -141,7 +150,8 @@ def print_variants(infos: Sequence[VariantInfo], failures: Sequence[tuple[str, s
         )
         for info in infos
     ]
-    print_table("", ("variant", "time", "causal", "cross", "padding", "decode", "what it is"), rows)
+    print_table("", ("variant", "time", "causal", "cross", "padding", "decode", "what it is"), rows, is_cut=True)
+    out.print("One of them in full: attn-zoo show NAME", markup=False)
     print_failures(failures)
 
 

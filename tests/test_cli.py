@@ -35,11 +35,14 @@ from tests.test_discovery import VARIANT
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def test_list_names_every_variant(call):
+def test_each_variant_is_listed_in_one_line_with_its_whole_name(call):
     answer = call("list")
     assert answer.code == 0
-    for name in variants:
-        assert re.search(rf"^{name} ", answer.out, re.MULTILINE)
+    head, *lines, last = answer.out.splitlines()
+    assert head.split()[0] == "variant"
+    assert [line.split()[0] for line in lines] == list(variants)
+    assert all(len(line.rstrip()) < 80 or line.endswith("…") for line in lines), "what is cut says so"
+    assert last == "One of them in full: attn-zoo show NAME"
     assert re.search(r"^retention +N\^1 +only ", answer.out, re.MULTILINE)
 
 
