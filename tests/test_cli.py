@@ -412,7 +412,7 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     assert "(1 new)" in call("run", "tiny.toml", "--out", "two").out
     compared = call("compare", "one", "two")
     assert compared.code == 0
-    assert " of 6 cells agree" in compared.out
+    assert " of 6 timed cells agree" in compared.out
 
 
 @pytest.mark.parametrize("command", [["list", "--json"], ["show", "loud", "--json"], ["check", "loud", "--json"]])

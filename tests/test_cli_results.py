@@ -42,7 +42,7 @@ def test_an_index_is_written_over_the_folders_in_a_folder(call, tmp_path, monkey
 def test_a_run_beside_itself_passes_and_a_slower_one_fails_with_code_three(call):
     itself = call("compare", "before", "before", "--fail", "--fail-above", "0%")
     assert (itself.code, itself.err) == (0, "")
-    assert "3 of 3 cells agree" in itself.out
+    assert "3 of 3 timed cells agree" in itself.out
 
     assert call("compare", "before", "after").code == 0, "nobody asked for a verdict"
     slower = call("compare", "before", "after", "--fail-above", "5%")

@@ -26,7 +26,7 @@ from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGro
 from attn_zoo.report.analysis.floor import TWO_SIDED
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.observations import NOT_RUN, Observation, read_results
+from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.analysis.scores import (
     LEAST_SEEDS,
     AccuracyGroup,
@@ -83,6 +83,8 @@ class Comparison:
         scores: one row for each variant of each task that a side has trained; see `difference` (b minus a, paired by
             seed) and `verdict`: `better` or `worse` where that is settled; `same` where a difference by more than the
             limit is excluded; `cannot say` otherwise, and below three common seeds.
+            Means are over the common seeds, where there are any. `num_lost` is how many seeds with a score of a b tried
+            and failed at; what it lost is worse, whatever the others say.
         errors: likewise for each error beside exact attention: `ratio` is b's over a's, paired by seed.
         limit: share by which b may be slower, larger or worse.
         warnings: what could not be read of either, and is in no row.
@@ -116,14 +118,14 @@ class Comparison:
                 said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
         for row, setting in zip(self.errors, settings_apart(self.errors), strict=True):
             name = f"{row['label']} on {row['inputs']} inputs L{row['seq_len']}" + (f" ({setting})" if setting else "")
-            if row["verdict"] == "failed in b":
-                said.append(f"{name}: no error any more")
+            if row["num_lost"]:
+                said.append(f"{name}: {_lost_words(row, 'error')}")
             if row["verdict"] == "worse" and row["ratio_low"] > 1 + self.limit:
                 said.append(f"{name}: {RATIO.show(row)} times the error")
         for row, setting in zip(self.scores, settings_apart(self.scores), strict=True):
             name = f"{row['label']} on {row['task']}" + (f" ({setting})" if setting else "")
-            if row["verdict"] == "failed in b":
-                said.append(f"{name}: no score any more")
+            if row["num_lost"]:
+                said.append(f"{name}: {_lost_words(row, 'score')}")
             if row["verdict"] == "worse" and row["loss_low"] > self.limit:
                 metric = Metric(row["metric"])
                 before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
@@ -147,10 +149,8 @@ class Comparison:
 
     def _why_nothing(self) -> str:
         every = (plain_rows(self.times), MATCH), (self.errors, _ERROR_MATCH), (self.scores, _SCORE_MATCH)
-        rows, names = next((each for each in every if each[0]), ((), ()))
-        why = _why_apart(rows, names)
-        sides = [[row for row in rows if row["verdict"] == alone] for alone in _ALONE]
-        examples = [_example(side) for side in sides]
+        why = next((text for rows, names in every if (text := _why_apart(rows, names))), "")
+        examples = [_example([row for rows, _ in every for row in rows if row["verdict"] == alone]) for alone in _ALONE]
         text = f"expected two runs with cells in common; the first has {examples[0]}, the second {examples[1]}"
         return f"{text}{f': they differ in {why}' if why else ''}"
 
@@ -161,7 +161,7 @@ class Comparison:
             return ""
         counts = Counter(self.times["verdict"])
         common = len(self.times) - sum(counts[alone] for alone in _ALONE)
-        said = f"{counts['same']} of {counted(common, 'cell')} {'agrees' if common == 1 else 'agree'}"
+        said = f"{counts['same']} of {counted(common, 'timed cell')} {'agrees' if common == 1 else 'agree'}"
         by_chance = min(round(BY_CHANCE * self.times["ratio"].notna().sum()), counts["slower"] + counts["faster"])
         factor = ((self.times["ratio_high"] / self.times["ratio_low"]) ** 0.5).median()
         if not math.isnan(factor):
@@ -223,8 +223,16 @@ def _worst(table: Callable[[Sequence[Row]], Table], rows: Sequence[Row], most: i
     return replace(found, notes=(said, *found.notes))
 
 
+def _lost_words(row: Row, what: str) -> str:
+    if row["verdict"] == "failed in b":
+        return f"no {what} any more"
+    return f"{counted(row['num_lost'], 'seed')} failed that had {'an' if what[0] in 'aeiou' else 'a'} {what}"
+
+
 def _severity(row: Row) -> tuple[int, float]:
     """Return a key that sorts the worst first."""
+    if row.get("num_lost"):
+        return 0, -math.inf
     order = ("failed in b", "slower", "worse", "cannot say", "failed in a", "better", "faster", "same")
     size = row.get("ratio_low") or row.get("loss_low") or 0.0
     is_larger = (row.get("memory_ratio") or 0.0) > 1 + SAME_WITHIN
@@ -423,13 +431,15 @@ def _compare_scores(
         if not any(score is not None and score.mean is not None for score in (first, second)):
             continue
         found = pair(second.runs, first.runs) if first is not None and second is not None else None
+        before, after = (one.mean_beside(other) if one else None for one, other in ((first, second), (second, first)))
         row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
         rows.append(
             row
             | {"label": known.label, "start": group.words_of(known.start), "metric": group.metric.name}
-            | {"score_a": first.mean if first else None, "score_b": second.mean if second else None}
+            | {"score_a": before, "score_b": after}
             | interval_values("difference", *((found.mean, found.low, found.high) if found else (None, None, None)))
-            | {"num_paired": found.num_paired if found else 0, "loss_low": _least_loss(first, found, group.metric)}
+            | {"num_paired": found.num_paired if found else 0, "loss_low": _least_loss(before, found, group.metric)}
+            | {"num_lost": len(first.scored_seeds & second.failed_seeds) if first and second else 0}
             | {"verdict": _score_verdict(first, second, found, group, limit)}
         )
     return rows
@@ -445,11 +455,11 @@ def _age(score: LabelScore) -> tuple[bool, str]:
     return score.mean is not None, max(run.record.started for run in score.runs)
 
 
-def _least_loss(first: LabelScore | None, found: Difference | None, metric: Metric) -> float | None:
+def _least_loss(before: float | None, found: Difference | None, metric: Metric) -> float | None:
     """Return the share of its score that b lost at least, as far as the interval knows; negative for a gain."""
-    if first is None or not first.mean or found is None or found.low is None or found.high is None:
+    if not before or found is None or found.low is None or found.high is None:
         return None
-    return min(metric.gain(0.0, found.low), metric.gain(0.0, found.high)) / abs(first.mean)
+    return min(metric.gain(0.0, found.low), metric.gain(0.0, found.high)) / abs(before)
 
 
 def _score_verdict(
@@ -458,9 +468,9 @@ def _score_verdict(
     if first is None or second is None:
         return "only in a" if second is None else "only in b"
     if first.mean is None:
-        return "failed in a" if _has_tried(first) else "only in b"
+        return "failed in a" if first.failed_seeds else "only in b"
     if second.mean is None:
-        return "failed in b" if _has_tried(second) else "only in a"
+        return "failed in b" if second.failed_seeds else "only in a"
     if _scored(first) == _scored(second):  # a run beside itself, however few its seeds
         return "same"
     if found is None or found.num_paired < LEAST_SEEDS:
@@ -474,10 +484,6 @@ def _most_apart(found: Difference) -> float:
     """Return the largest difference that neither seeds nor the size of the test set exclude."""
     ends = [end for end in (found.low, found.high) if end is not None]
     return max(map(abs, (*ends, abs(found.mean) + TWO_SIDED * (found.size_error or 0.0))))
-
-
-def _has_tried(score: LabelScore) -> bool:
-    return any(status != NOT_RUN for status, _ in score.failures)
 
 
 def _scored(score: LabelScore) -> list[tuple[int, Score | None]]:

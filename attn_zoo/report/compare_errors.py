@@ -11,6 +11,7 @@ from typing import Any
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, ErrorPoint
 from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.observations import NOT_RUN
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.table import interval_values
 from attn_zoo.statistics.paired import mean_interval
@@ -43,7 +44,8 @@ def compare_errors(
             | {"label": label, "inputs": cell.inputs, "seq_len": cell.seq_len}
             | {"error_a": error_a, "error_b": error_b}
             | interval_values("ratio", *ratio)
-            | {"num_paired": num_paired, "verdict": _verdict(before, after, ratio, num_paired, limit)}
+            | {"num_paired": num_paired, "num_lost": len(_by_seed(before).keys() & _failed_seeds(after))}
+            | {"verdict": _verdict(before, after, ratio, num_paired, limit)}
         )
     return rows
 
@@ -74,6 +76,12 @@ def _by_seed(point: ErrorPoint | None) -> dict[int, Record]:
     return {record.cell.seed: record for record in records if record.approximation is not None}
 
 
+def _failed_seeds(point: ErrorPoint | None) -> set[int]:
+    """Return the seeds that were run and gave no error."""
+    records = point.records if point is not None else ()
+    return {one.cell.seed for one in records if one.status != NOT_RUN} - _by_seed(point).keys()
+
+
 def _shown(point: ErrorPoint | None, other: ErrorPoint | None) -> float | None:
     """Return the mean over the seeds that both have, as the ratio is over these; where they share none, over all."""
     own, common = _by_seed(point), _by_seed(point).keys() & _by_seed(other).keys()
@@ -102,8 +110,10 @@ def _is_rounding(point: ErrorPoint) -> bool:
 def _verdict(before: ErrorPoint | None, after: ErrorPoint | None, ratio: _Ratio, num_paired: int, limit: float) -> str:
     if before is None or after is None:
         return "only in a" if after is None else "only in b"
-    if before.value is None or after.value is None:
-        return "failed in a" if before.value is None else "failed in b"
+    if before.value is None:
+        return "failed in a" if _failed_seeds(before) else "only in b"
+    if after.value is None:
+        return "failed in b" if _failed_seeds(after) else "only in a"
     value, low, high = ratio
     if before.value == after.value or (_is_rounding(before) and _is_rounding(after)):
         return "same"

@@ -224,6 +224,11 @@ def ceilings_words(ceilings: Ceilings) -> str:
     return f"{said}, doubtful: {doubts}" if doubts else said
 
 
+def one_seed(number: int) -> str:
+    """Return what stands behind a mean over so many seeds, of which one has no interval; empty for more."""
+    return " (one seed)" if number == 1 else ""
+
+
 def failure_words(statuses: Iterable[str], num_runs: int) -> str:
     """Return what became of runs without a score, such as `diverged 1 of 3`: all runs are counted."""
     counts = Counter(outcome(status).word for status in statuses)

@@ -244,7 +244,7 @@ def test_people_see_both_times_the_ratio_and_whether_the_runs_agree(tmp_path):
     assert 1.98 < ends[0] < 2 < ends[1] < 2.02
     assert "covers what differs between the 3 processes" in table.note
     said = compare(a, b).agreement
-    assert said.startswith("1 of 2 cells agree, with ratios known to a factor of 1.0")
+    assert said.startswith("1 of 2 timed cells agree, with ratios known to a factor of 1.0")
     assert said.endswith("either way (median); 1 slower in the second; 1 only in the first; 1 only in the second")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,36 +125,63 @@ class ErrorPanel:
         """The error of the mean of the values, by length."""
         return self._mean("mean_error")
 
+    @property
+    def floor(self) -> float:
+        """The error of the mean of the values at `front_len`."""
+        return self.mean_error[self.front_len]
+
     @cached_property
     def num_effective_keys(self) -> dict[int, float]:
         """Over how many keys the exact weights of a row spread, by length."""
         return self._mean("num_effective_keys")
 
     @cached_property
+    def front_len(self) -> int:
+        """The longest length that half of the approximations have, which ranks them; 0 where nothing was measured."""
+        judged = [curve for curve in self._several if curve.measured and not curve.is_exact]
+        counts = Counter(point.seq_len for curve in judged for point in curve.measured)
+        most = [length for length, count in counts.items() if 2 * count >= len(judged)]
+        return max(most or counts or self.lengths, default=0)
+
+    @property
+    def _several(self) -> Sequence[ErrorCurve]:
+        return [curve for curve in self.curves if len(curve.points) > 1] or self.curves
+
+    @cached_property
     def over_lengths(self) -> list[ErrorCurve]:
-        """The curves of more than one length, or all where none has; exact ones first, then the nearest at the longest.
+        """The curves of more than one length, or all where none has; exact ones first, then the nearest at `front_len`.
 
         What is exact is there however many it has: the others stand beside it.
         """
-        several = [curve for curve in self.curves if len(curve.points) > 1] or self.curves
-        every = [curve for curve in self.curves if curve.is_exact or curve in several]
-        longest = self.lengths[-1] if self.lengths else 0
+        every = [curve for curve in self.curves if curve.is_exact or curve in self._several]
 
         def place(curve: ErrorCurve) -> tuple[bool, float, str]:
-            value = curve.value(longest)
+            value = curve.value(self.front_len)
             return not curve.is_exact, math.inf if value is None else value, curve.label
 
         return sorted(every, key=place)
 
     @property
     def ranked(self) -> list[ErrorCurve]:
-        """Those of `over_lengths` that are not exact and were measured at the longest length, the nearest first."""
-        (longest,) = self.lengths[-1:] or (0,)
-        return [each for each in self.over_lengths if not each.is_exact and each.value(longest) is not None]
+        """Those of `over_lengths` that are not exact and were measured at `front_len`, the nearest first."""
+        return [each for each in self.over_lengths if not each.is_exact and each.value(self.front_len) is not None]
+
+    @property
+    def absent(self) -> list[str]:
+        """Labels of those that were measured, but not at `front_len`."""
+        absent = [each for each in self.over_lengths if each.measured and each.value(self.front_len) is None]
+        return [curve.label for curve in absent if not curve.is_exact]
+
+    @property
+    def num_seeds(self) -> int:
+        """The fewest that one of `nearest` has, or of `ranked` where none is; 0 where that is empty too."""
+        named = self.nearest or self.ranked
+        points = [point for curve in named if (point := curve.at(self.front_len)) is not None]
+        return min((len(point.found) for point in points), default=0)
 
     def _ends(self, curve: ErrorCurve) -> tuple[float, float]:
-        """Return the interval of a ranked curve at the longest length; of one seed its error alone."""
-        point = curve.at(self.lengths[-1])
+        """Return the interval of a ranked curve at `front_len`; of one seed its error alone."""
+        point = curve.at(self.front_len)
         assert point is not None and point.value is not None  # noqa: PT018  else it has no rank
         return (point.value, point.value) if point.low is None or point.high is None else (point.low, point.high)
 
@@ -165,8 +193,19 @@ class ErrorPanel:
     @property
     def useless(self) -> list[ErrorCurve]:
         """Those of `ranked` whose whole interval is not nearer than the mean of the values by `NEARER`."""
-        least = (1 - NEARER) * self.mean_error[self.lengths[-1]] if self.ranked else 0.0
+        least = (1 - NEARER) * self.floor if self.ranked else 0.0
         return [curve for curve in self.ranked if self._ends(curve)[0] >= least]
+
+    @property
+    def nearest(self) -> list[ErrorCurve]:
+        """The first of `level`, and those that are nearer than the mean of the values; none where the first is useless.
+
+        Of few seeds intervals are so wide that they hold curves which have found nothing.
+        """
+        useless = self.useless
+        able = [curve for curve in self.level if curve not in useless]
+        beside = [curve for curve in able[1:] if (curve.value(self.front_len) or 0.0) < self.floor]
+        return [*able[:1], *beside] if self.ranked[:1] == able[:1] else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +226,7 @@ class ErrorGroup:
 
     @cached_property
     def ranked(self) -> list[str]:
-        """The labels of `ErrorPanel.ranked`, the nearest first: by the mean over kinds of errors at the longest length.
+        """The labels of `ErrorPanel.ranked`, the nearest first: by the mean over kinds of errors at `front_len`.
 
         Each counts as a share of the error of the mean of the values, and no more than that: what has found nothing may
         be off by any factor.
@@ -195,11 +234,10 @@ class ErrorGroup:
         shares: dict[str, list[float]] = {}
         panels = [panel for panel in self.panels if panel.ranked]
         for panel in panels:
-            longest = panel.lengths[-1]
             for curve in panel.ranked:
-                value = curve.value(longest)
+                value = curve.value(panel.front_len)
                 assert value is not None  # else it has no rank
-                mean = panel.mean_error[longest]  # 0 of one token, which leaves nothing to find
+                mean = panel.floor  # 0 of one token, which leaves nothing to find
                 shares.setdefault(curve.label, []).append(value / mean if value < mean else 1.0)
         return sorted(shares, key=lambda label: (sum(shares[label]) + len(panels) - len(shares[label]), label))
 

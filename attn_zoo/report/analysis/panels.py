@@ -182,12 +182,17 @@ class Panel:
         fastest = baseline.outcomes.get(length) if baseline is not None else None
         return SpeedUp(baseline.label, fastest, point) if baseline is not None and isinstance(fastest, Point) else None
 
+    @cached_property
+    def peak_len(self) -> int:
+        """The longest length at which the peak memory of a curve is known; the longest of all where none is."""
+        return max((point.seq_len for point in self.points if point.memory.peak_bytes), default=self.lengths[-1])
+
     @property
     def peaks(self) -> dict[str, int]:
-        """Peak memory of each curve at the longest length, by label."""
-        points = ((series.label, point) for series in self.series for point in series.points)
-        longest = [(label, point) for label, point in points if point.seq_len == self.lengths[-1]]
-        return {label: point.memory.peak_bytes for label, point in longest if point.memory.peak_bytes}
+        """Peak memory of each curve at `peak_len`, by label."""
+        points = ((series.label, series.outcomes.get(self.peak_len)) for series in self.series)
+        longest = [(label, point.memory.peak_bytes) for label, point in points if isinstance(point, Point)]
+        return {label: peak for label, peak in longest if peak}
 
     def crossing(self, label: str, *, is_device: bool = False) -> Crossing | None:
         """Return where `label` gets faster, as calls or on the GPU alone, than what its speed-up is over, if known."""

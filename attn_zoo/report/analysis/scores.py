@@ -12,7 +12,7 @@ from attn_zoo.errors import counted
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.observations import Results
+from attn_zoo.report.analysis.observations import NOT_RUN, Results
 from attn_zoo.report.analysis.training_runs import (
     Setting,
     TrainingRun,
@@ -116,6 +116,21 @@ class LabelScore:
     def failures(self) -> tuple[tuple[str, str], ...]:
         """Statuses of the runs that gave no score, with their reasons."""
         return tuple((run.record.status, run.record.reason) for run in self.runs if not run.score)
+
+    @property
+    def scored_seeds(self) -> frozenset[int]:
+        """Seeds with a score."""
+        return frozenset(self.values)
+
+    @property
+    def failed_seeds(self) -> frozenset[int]:
+        """Seeds that were run and gave no score."""
+        return frozenset(run.seed for run in self.runs if run.record.status != NOT_RUN) - self.scored_seeds
+
+    def mean_beside(self, other: LabelScore | None) -> float | None:
+        """Return the mean over the seeds that both have, as their difference is; where they share none, over all."""
+        common = self.scored_seeds & other.scored_seeds if other else frozenset[int]()
+        return fmean(self.values[seed] for seed in common) if common else self.mean
 
     @property
     def is_shared(self) -> bool:

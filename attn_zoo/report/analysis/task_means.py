@@ -59,6 +59,10 @@ class Overview:
         ends = interval_of_means([list(score.values.values()) for score in self.scores(label)]) or (None, None)
         return self.metric.inside(ends[0]), self.metric.inside(ends[1])
 
+    def num_seeds(self, label: str) -> int:
+        """Return the fewest seeds that one of the common tasks has; 0 for none."""
+        return min((len(score.values) for score in self.scores(label)), default=0)
+
     @property
     def means(self) -> dict[str, float]:
         """The means that there are, by label, best first."""

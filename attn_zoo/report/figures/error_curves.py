@@ -153,11 +153,7 @@ def _draw_curve(axes: Axes, curve: ErrorCurve, looks: Looks) -> None:
 
 
 def _alt(panel: ErrorPanel) -> str:
-    length = panel.lengths[-1]
-    said = []
-    for curve in panel.ranked:
-        point = curve.at(length)
-        if point is not None and point.value is not None:
-            said.append(f"{curve.label} {error_text(point.value)}")
-    beside = f"{MEAN} {error_text(panel.mean_error[length])}"
-    return f"{panel.inputs} inputs at {human_length(length)} tokens: {', '.join([*said, beside])}"
+    values = [(curve.label, curve.value(panel.front_len)) for curve in panel.ranked]
+    said = [f"{label} {error_text(value)}" for label, value in values if value is not None]
+    beside = f"{MEAN} {error_text(panel.floor)}"
+    return f"{panel.inputs} inputs at {human_length(panel.front_len)} tokens: {', '.join([*said, beside])}"

@@ -84,8 +84,10 @@ def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
     if score.mean is None:
         words = some(dict.fromkeys(outcome(status).brief for status, _ in score.failures), 1) or "no run"
     else:
-        lost = f", {len(score.failures)} failed" if score.failures else ""
-        words = f"{metric.show(score.mean)} (n={len(score.values)}{lost})"
+        num_failed = len(score.failed_seeds)
+        lost = (num_failed, "failed"), (len(score.failures) - num_failed, "not run")
+        counts = [f"n={len(score.values)}", *(f"{number} {words}" for number, words in lost if number)]
+        words = f"{metric.show(score.mean)} ({', '.join(counts)})"
     if score.low is not None and score.high is not None:
         ends = (score.low, score.high)
         interval = f" [{metric.end(score.low)}, {metric.end(score.high)}]"

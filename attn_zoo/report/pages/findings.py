@@ -21,12 +21,12 @@ from attn_zoo.report.analysis.series import Series, doubt_counts
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner
 from attn_zoo.report.tables.error_tables import error_text
-from attn_zoo.report.tables.front_table import shown_groups
+from attn_zoo.report.tables.front_table import LEVEL, shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import factor_text, weights_words
 from attn_zoo.report.units import FEW, capital, human_bytes, human_joules, human_length, human_ms, percent, some
-from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, outcome
+from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, one_seed, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -81,27 +81,30 @@ def headline(analysis: Analysis) -> str:
 def _mean_line(overview: Overview) -> str:
     floor = overview.floor()
     beside = f"; {floor[0]} {overview.metric.show(floor[1])}" if floor else ""
-    said = some(f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items())
+    means = overview.means.items()
+    said = some(f"{label} {overview.metric.show(mean)}{one_seed(overview.num_seeds(label))}" for label, mean in means)
     over = some((group.task_title for group in overview.common), joint=" and ")
     apart = f" ({overview.apart})" if overview.apart else ""
     return f"{overview.title}, mean over {over}{apart}: {said}{beside}." if said else ""
 
 
 def nearest_line(group: ErrorGroup) -> str:
-    """Return which approximation is nearest to exact attention on each kind of inputs at the longest length."""
-    said = []
-    for panel in group.panels:
-        for first in panel.ranked[:1]:
-            longest = panel.lengths[-1]
-            value, mean = error_text(first.value(longest) or 0.0), error_text(panel.mean_error[longest])
-            if first in panel.useless:
-                said.append(f"{panel.inputs}: none {percent(NEARER)} nearer than the mean of the values, {mean}")
-            else:
-                names = some((curve.label for curve in panel.level if curve not in panel.useless), joint=" or ")
-                said.append(f"{panel.inputs}: {names} {value} (mean of the values {mean})")
-    lengths = {panel.lengths[-1] for panel in group.panels if panel.lengths}
+    """Return which approximation is nearest to exact attention on each kind of inputs, at one length."""
+    said, panels = [], [panel for panel in group.panels if panel.ranked]
+    for panel in panels:
+        value, mean = (error_text(each) for each in (panel.ranked[0].value(panel.front_len) or 0.0, panel.floor))
+        if panel.nearest:
+            names = some((curve.label for curve in panel.nearest), joint=" or ")
+            said.append(f"{panel.inputs}: {names} {value} (mean of the values {mean})")
+        else:
+            said.append(f"{panel.inputs}: none {percent(NEARER)} nearer than the mean of the values, {mean}")
+    absent = dict.fromkeys(label for panel in panels for label in panel.absent)
+    said += [f"not measured there: {some(absent)}"] if absent else []
+    lengths = {panel.front_len for panel in panels}
     at = f" at {human_length(lengths.pop())} tokens" if len(lengths) == 1 else ""
-    at += f" ({group.apart})" if group.apart else ""
+    num_seeds = min((panel.num_seeds for panel in panels), default=LEAST_SEEDS)
+    few = [counted(num_seeds, "seed")] if num_seeds < LEAST_SEEDS else []
+    at += f" ({', '.join([group.apart] * bool(group.apart) + few)})" if group.apart or few else ""
     return f"Nearest to exact attention{at}, by error on inputs of each kind: {'; '.join(said)}." if said else ""
 
 
@@ -145,7 +148,17 @@ def _winners(panel: Panel) -> str:
         else:
             said += [_reign(own, f"from {human_length(own[0].seq_len)}") for own in between]
         said.append(_reign(reigns[-1], f"from {last[0]}"))
-    return ", ".join(said) + _by_how_much(panel, judged, _steady(reigns[-1])) + beside + _waiting(panel)
+    return ", ".join(said) + _by_how_much(panel, judged, _steady(reigns[-1])) + _holes(panel) + beside + _waiting(panel)
+
+
+def _holes(panel: Panel) -> str:
+    """Return who has no time at a length between others of its own, where somebody else may lead for that reason."""
+    said = []
+    for series in panel.series:
+        own = {point.seq_len for point in series.points} if series.is_judged else set()
+        holes = [length for length in panel.lengths if own and min(own) < length < max(own) and length not in own]
+        said += [f"{series.label} at {some(map(human_length, holes), joint=' and ')}"] if holes else []
+    return f"; no time of {some(said)}" if said else ""
 
 
 def _at(panel: Panel) -> str:
@@ -356,16 +369,21 @@ def _memory_line(panel: Panel) -> str:
     if not ranked:
         return ""
     said = [f"{label} {human_bytes(peak)}" for peak, label in ranked]
-    named = {label for _, label in ranked[:FEW]} | ({ranked[-1][1]} if len(ranked) > FEW else set())
-    exact = {one.label for one in panel.series if one.is_exact} - named
-    beside = [f"exact: {some(text for text, (_, label) in zip(said, ranked, strict=True) if label in exact)}"]
-    beside = [*(beside if exact & {*panel.peaks} else []), *([f"the most: {said[-1]}"] if len(said) > FEW else [])]
+    named, beside, largest = {label for _, label in ranked[:FEW]}, [], ranked[-1][0]
+    if len(ranked) > 1 and largest <= LEVEL * ranked[0][0]:
+        said = [f"{some(label for _, label in ranked)} {human_bytes(largest)} each"]
+    elif len(ranked) > FEW and largest > LEVEL * ranked[FEW - 1][0]:
+        most = [label for peak, label in ranked if LEVEL * peak >= largest]
+        beside, named = [f"the most: {some(most)} {human_bytes(largest)}"], {*named, *most}
+        exact = {one.label for one in panel.series if one.is_exact}
+        others = [text for text, (_, label) in zip(said, ranked, strict=True) if label in exact]
+        beside = [f"exact: {some(others)}", *beside] if others and not exact & named else beside
     for series in judged:  # what has no record at the longest length may have needed more before
         for last in series.points[-1:]:
-            if (peak := last.memory.peak_bytes or 0) > ranked[-1][0]:
+            if (peak := last.memory.peak_bytes or 0) > largest:
                 beside.append(f"{series.label} {human_bytes(peak)} at {human_length(last.seq_len)}")
     linear = ["exact attention's is linear too: fused kernels store no scores"] if _has_linear_memory(panel) else []
-    where = f"{_at(panel)} {human_length(panel.lengths[-1])}"
+    where = f"{_at(panel)} {human_length(panel.peak_len)}"
     return f"Peak memory {where}: {'; '.join([', '.join(said[:FEW]), *beside, *linear])}."
 
 
@@ -388,7 +406,7 @@ def _weights_line(panel: Panel) -> str:
 
 def _score_line(group: AccuracyGroup) -> str:
     means = [
-        f"{score.name} {group.metric.show(score.mean)}{' (one seed)' if len(score.values) == 1 else ''}"
+        f"{score.name} {group.metric.show(score.mean)}{one_seed(len(score.values))}"
         for score in group.ranked
         if score.mean is not None
     ]
@@ -411,11 +429,15 @@ def _doubt_line(analysis: Analysis) -> str:
 def _missing_line(analysis: Analysis) -> str:
     counts = Counter(outcome(one.record.status).legend for one in analysis.results.observations)
     counts.pop("measured", None)
-    said = [f"{count} {words}" for words, count in counts.most_common()]
+    ranked = counts.most_common()
+    said = [f"{count} {words}" for words, count in ranked[:FEW]]
+    said += [f"{sum(count for _, count in ranked[FEW:])} for other reasons"] if len(ranked) > FEW else []
     total = len(analysis.results.observations)
     read = " that were read" if any(run.num_unread for run in analysis.results.runs) else ""
     return (
-        f"{sum(counts.values())} of {counted(total, 'cell')}{read} gave no measurement: {some(said)}." if said else ""
+        f"{sum(counts.values())} of {counted(total, 'cell')}{read} gave no measurement: {', '.join(said)}."
+        if said
+        else ""
     )
 
 

@@ -190,13 +190,12 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
     lead = lead_panel(analysis.panels)
     if lead is not None:
         answers.append((_question(lead), clean(headline(analysis))))
-    elif not analysis.accuracy and not analysis.errors:
-        answers.append(("What came out?", clean(headline(analysis))))
     told = [texts[0] for group in analysis.accuracy if (texts := accuracy_findings(group))]
     if told:
         answers.append(("What does it buy in accuracy?", clean(told[0] if lead is not None else headline(analysis))))
     near = [text for group in analysis.errors if (text := nearest_line(group))]
     answers += [("How near does it come to exact attention?", clean(text)) for text in near[:1]]
+    answers = answers or [("What came out?", clean(headline(analysis)))]
     return RunPage(
         name=clean(folder.name),
         where=where,
@@ -318,15 +317,15 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
 
     def entry(panel: ErrorPanel, label: str) -> Entry:
         curve = next((one for one in panel.over_lengths if one.label == label), None)
-        point = curve.at(panel.lengths[-1]) if curve else None
+        point = curve.at(panel.front_len) if curve else None
         if curve is None or point is None:
             return Entry(text=NO_RECORD)
-        is_best = curve in panel.level and curve not in panel.useless
+        is_best = curve in panel.nearest
         href = f"{where}/report.html#table-{group.name}-{panel.inputs}"
         return Entry(text=error_interval(point), href=href, sort=point.value, is_best=is_best)
 
-    means = [f"{panel.inputs} {error_text(panel.mean_error[panel.lengths[-1]])}" for panel in panels]
-    lengths = dict.fromkeys(human_length(panel.lengths[-1]) for panel in panels)
+    means = [f"{panel.inputs} {error_text(panel.floor)}" for panel in panels]
+    lengths = dict.fromkeys(human_length(panel.front_len) for panel in panels)
     return Board(
         title="Error beside exact attention",
         note=clean(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from attn_zoo.errors import counted
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.error_tables import error_text
@@ -83,6 +84,8 @@ _MEMORY = Column(
 
 def _verdict_word(row: Row) -> str:
     word = "agree" if row["verdict"] == "same" else str(row["verdict"])
+    if row.get("num_lost") and row["verdict"] != "failed in b":
+        word += f", {counted(row['num_lost'], 'seed')} failed"
     kernels = [row.get(f"kernel_{side}") for side in "ab"]
     return f"{word}, {' -> '.join(map(str, kernels))}" if all(kernels) and kernels[0] != kernels[1] else word
 
@@ -142,8 +145,8 @@ def scores_table(rows: Sequence[Row]) -> Table:
         title="Two runs, score by score",
         notes=(
             (
-                "Mean scores on test; the difference is the second minus the first, paired by seed, with its 95 % "
-                "interval."
+                "Mean scores on test, over common seeds; the difference is the second minus the first, paired by seed, "
+                "with its 95 % interval."
             ),
             (
                 f"Better or worse only where it is more than seeds and test set explain; {LEAST_SEEDS} common seeds "

@@ -121,18 +121,18 @@ def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
 
 
 def error_overview_table(group: ErrorGroup) -> Table | None:
-    """Return variants down, kinds of inputs across, at the longest length; None where nothing was measured.
+    """Return variants down, kinds of inputs across, at the length that ranks them; None where nothing was measured.
 
     The nearest come first, as in `ErrorGroup.ranked`, after exact ones.
     """
     panels = [panel for panel in group.panels if panel.lengths]
     if not panels:
         return None
-    longest = max(panel.lengths[-1] for panel in panels)
+    length = max(panel.front_len for panel in panels)
     curves = {curve.label: curve for panel in panels for curve in panel.over_lengths}
     exact = [label for label in sorted(curves) if curves[label].is_exact]
     order = dict.fromkeys([*exact, *group.ranked, *sorted(curves)])
-    return _by_inputs(group, "overview", "Error", longest, [curves[label] for label in order])
+    return _by_inputs(group, "overview", "Error", length, [curves[label] for label in order])
 
 
 def error_budget_table(group: ErrorGroup) -> Table | None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.approximation_errors import ErrorGroup
-from attn_zoo.report.analysis.floor import Standing
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.panels import Panel, lead_panel
-from attn_zoo.report.analysis.scores import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.tables.error_tables import error_overview_table
@@ -26,7 +25,7 @@ from attn_zoo.report.tables.time_tables import (
     weights_words,
 )
 from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, some
-from attn_zoo.report.wording import NO_RECORD, marks_of
+from attn_zoo.report.wording import NO_RECORD, marks_of, one_seed
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
 MOST_LENGTHS = 5
@@ -66,7 +65,7 @@ def front_table(analysis: Analysis) -> Table | None:
         fastest = {str(one.seq_len): some(one.labels, joint=" or ") for one in panel.winners if one.num_rivals > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := panel.peaks:
-            memory = _column(f"memory at {human_length(panel.lengths[-1])}", "memory", 1.0)
+            memory = _column(f"memory at {human_length(panel.peak_len)}", "memory", 1.0)
             columns.append(replace(memory, brief=lambda text: text.partition(";")[0]))
             judged = {one.label: peaks[one.label] for one in panel.series if one.is_judged and one.label in peaks}
             leading = [label for label, peak in judged.items() if peak <= LEVEL * min(judged.values())]
@@ -123,7 +122,7 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int]) -> dict[str, A
             row[str(length)] = _time_or_factor(one, panel, series)
         else:
             row[str(length)] = NO_RECORD if one is None else one.word
-    peaks, last, weights = panel.peaks, series.outcomes.get(panel.lengths[-1]), weights_words(series)
+    peaks, last, weights = panel.peaks, series.outcomes.get(panel.peak_len), weights_words(series)
     missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
     row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
     row["memory"] += f"; weights {weights}" if weights else ""
@@ -158,31 +157,33 @@ class _Scores:
 
 def _score_columns(analysis: Analysis) -> list[_Scores]:
     """Return a column for each task, or for each mean over tasks where there are many."""
-    controls = analysis.controls
-    columns = [
-        _Scores(
-            each.name,
-            _mean_heading(each),
-            texts,
-            next((one for one in texts if one not in controls), "none"),
-            priority=0.7,
-        )
-        for each in _shown_overviews(analysis)
-        if (texts := {label: each.metric.show(mean) for label, mean in each.means.items()})
-    ]
+    columns = []
+    for each in _shown_overviews(analysis):
+        means = each.means
+        if means:
+            texts = {label: each.metric.show(mean) + one_seed(each.num_seeds(label)) for label, mean in means.items()}
+            texts |= dict.fromkeys({*each.labels, *each.without} - means.keys(), "no mean")
+            best = _best({label: (label, mean) for label, mean in means.items()}, analysis)
+            columns.append(_Scores(each.name, _mean_heading(each), texts, best or "none", priority=0.7))
     groups = shown_groups(analysis)
     has_one_kind = len({(group.setting.protocol, group.metric.name) for group in groups}) == 1
     for group in groups:
-        texts = {
-            score.name: score.failed if score.mean is None else _score(score.mean, score.standing, group.metric)
-            for score in group.ranked
-        }
-        if group.means:
-            first = next((one for one in group.ranked if one.name in group.means and one.label not in controls), None)
-            best = f"{first.name} (by mean)" if first else "none"
-            heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
-            columns.append(_Scores(group.name, heading, texts, best))
+        texts = {one.name: one.failed if one.mean is None else _score(one, group.metric) for one in group.ranked}
+        best = _best({one.name: (one.label, one.mean) for one in group.ranked if one.mean is not None}, analysis)
+        heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
+        columns.append(_Scores(group.name, heading, texts, f"{best} (by mean)" if best else "none"))
     return columns
+
+
+def _best(means: Mapping[str, tuple[str, float]], analysis: Analysis) -> str:
+    """Return the first of these names and those with the same mean, controls left out; empty for none.
+
+    Args:
+        means: label and mean by name, the best first.
+        analysis: knows the controls.
+    """
+    able = {name: mean for name, (label, mean) in means.items() if label not in analysis.controls}
+    return some((name for name, mean in able.items() if mean == next(iter(able.values()))), joint=" or ")
 
 
 def _shown_overviews(analysis: Analysis) -> Sequence[Overview]:
@@ -190,9 +191,9 @@ def _shown_overviews(analysis: Analysis) -> Sequence[Overview]:
 
 
 def shown_groups(analysis: Analysis) -> Sequence[AccuracyGroup]:
-    """Return the tasks that have a column: all, or of many those that a mean is over."""
+    """Return the tasks that have a column: all with a score, or of many those that a mean is over."""
     common = [group for each in _shown_overviews(analysis) for group in each.common]
-    return (common or analysis.accuracy)[:MOST_TASKS]
+    return (common or [group for group in analysis.accuracy if group.means])[:MOST_TASKS]
 
 
 def _mean_heading(overview: Overview) -> str:
@@ -201,18 +202,19 @@ def _mean_heading(overview: Overview) -> str:
 
 def _brief_floor(text: str) -> str:
     """Return a score with its floor in one word: what is cut in the middle might say the opposite."""
-    for words, brief in _BRIEF_FLOORS.items():
+    for words, brief in _BRIEF.items():
         text = text.replace(f"({words})", f"({brief})")
     return text
 
 
-def _score(mean: float, standing: Standing | None, metric: Metric) -> str:
-    is_doubtful = standing is not None and standing.verdict != "beaten"
-    return f"{metric.show(mean)} ({_FLOORS[standing.verdict]})" if standing and is_doubtful else metric.show(mean)
+def _score(score: LabelScore, metric: Metric) -> str:
+    said = metric.show(score.mean or 0.0) + one_seed(len(score.values))
+    doubt = _FLOORS.get(score.standing.verdict) if score.standing else None
+    return f"{said} ({doubt})" if doubt else said
 
 
-_FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not clearly beaten", "unknown": "one run"}
-_BRIEF_FLOORS = {"floor not beaten": "floor", "floor not clearly beaten": "floor?"}
+_FLOORS = {"not beaten": "floor not beaten", "not settled": "floor not clearly beaten"}
+_BRIEF = {"floor not beaten": "floor", "floor not clearly beaten": "floor?", "one seed": "n=1"}
 
 
 def _note(analysis: Analysis, panel: Panel | None, labels: Sequence[str], lengths: Sequence[int]) -> Note:
@@ -221,7 +223,7 @@ def _note(analysis: Analysis, panel: Panel | None, labels: Sequence[str], length
         if panel.baseline is not None:
             said += [*_over(panel, lengths), BRACKETS]
         said += [*time_caveats(panel), *unjudged_words(panel), f"{capital(panel.title)}; {panel.subtitle}."]
-    if analysis.accuracy:
+    if shown_groups(analysis):
         timed = {one.label for one in panel.series} if panel is not None else set()
         said += [*_about_scores(analysis), control_words(sorted((analysis.controls & {*labels}) - timed))]
     return (*said, _label_words(analysis, labels))
@@ -249,7 +251,7 @@ def _about_scores(analysis: Analysis) -> Note:
         for each in _shown_overviews(analysis)
         if (heading := _mean_heading(each))
     ]
-    brief = [Remark(f"({brief}): {words}.", sign=f"({brief})") for words, brief in _BRIEF_FLOORS.items()]
+    brief = [Remark(f"({brief}): {words}.", sign=f"({brief})") for words, brief in _BRIEF.items()]
     others = [group.title for group in analysis.accuracy if group not in groups]
     return (scores, *brief, *means, f"Not in this table: {', '.join(others)}." if others else "")
 

@@ -94,7 +94,7 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
     return Table(
         name=f"published-{group.name}",
         title=f"Published values, not ours: {task}",
-        notes=_note(group, sources),
+        notes=_note(group, sources, has_ours=any(row["ours"] for row in rows)),
         columns=(
             replace(text_column("model", priority=0), brief=lambda text: text.partition(" / ")[0]),
             *(_value_column(source.name) for source in sources),
@@ -146,7 +146,7 @@ def _value_column(name: str) -> Column:
     return Column(heading=name, show=show, sort=lambda row: row[name] if isinstance(row[name], float) else None)
 
 
-def _note(group: AccuracyGroup, sources: Sequence[Source]) -> Note:
+def _note(group: AccuracyGroup, sources: Sequence[Source], *, has_ours: bool) -> Note:
     task, level = group.setting.task, group.setting.level
     exact = [
         value
@@ -154,9 +154,9 @@ def _note(group: AccuracyGroup, sources: Sequence[Source]) -> Note:
         for model in source.model
         if model.is_exact and isinstance(value := model.accuracy.get(task), float)
     ]
-    said = ["Printed by others and copied by hand; nothing here was run by us, except the column ours."]
+    said = [f"Printed by others and copied by hand; nothing here was run by us{', except the column ours' * has_ours}."]
     theirs = sorted({other for source in sources for other in source.levels[task]})
-    if level not in theirs:
+    if has_ours and level not in theirs:
         said.append(f"Ours is at level {level!r}; theirs correspond to {', '.join(map(repr, theirs))}: do not compare.")
     if len(exact) > 1:
         said.append(

@@ -42,6 +42,7 @@ class Column:
         priority: the column with the largest number is left out first where space is short; 0 never is.
         fit: from all rows to the column that shows them, with one unit for all.
         is_address: its texts are addresses of pages, which lead there. None that a record holds is one.
+        is_text: its texts are cut where space is short, whatever is in them.
     """
 
     heading: str
@@ -52,6 +53,12 @@ class Column:
     priority: float = 1
     fit: Callable[[Sequence[Row]], Column] | None = None
     is_address: bool = False
+    is_text: bool = False
+
+    def cut(self, text: str, longest: int, *, spares_numbers: bool = True) -> str:
+        """Return a text in so many letters; whole if it has a number, of which a part would be another number."""
+        is_number = spares_numbers and not self.is_text and any(letter.isdigit() for letter in text)
+        return text if is_number else shorten(text, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,9 @@ class Table:
 def text_column(heading: str, key: str = "", priority: float = 1) -> Column:
     """Return a column of text, to the left; its heading is also its key, unless that is given."""
     field = key or heading
-    return Column(heading=heading, show=lambda row: str(row[field] or ""), align="left", priority=priority)
+    return Column(
+        heading=heading, show=lambda row: str(row[field] or ""), align="left", priority=priority, is_text=True
+    )
 
 
 def number_column(
@@ -339,7 +348,7 @@ def to_terminal(table: Table, console: Console) -> None:
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
     texts = table.texts()
-    full = [[shorten(text, _WIDTHS[0]) for text in row] for row in texts]
+    full = [[column.cut(text, _WIDTHS[0]) for column, text in zip(table.columns, row, strict=True)] for row in texts]
     wanted = list(range(len(table.columns)))
     while _width(table, full, wanted) > width:
         worst = max(wanted, key=lambda index: (table.columns[index].priority, index))
@@ -348,20 +357,25 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
         wanted = [index for index in wanted if index != worst]
     else:
         return full, wanted
-    briefs = [
-        [
-            [shorten(column.brief(text), longest) for column, text in zip(table.columns, row, strict=True)]
-            for row in texts
-        ]
-        for longest in _WIDTHS
-    ]
+    briefs = [_brief(table, longest) for longest in _WIDTHS]
     kept = wanted
     while _width(table, briefs[-1], kept) > width:
         worst = max(kept, key=lambda index: (table.columns[index].priority, index))
-        if table.columns[worst].priority == 0:
+        if table.columns[worst].priority == 0:  # then nothing is left to go but letters
+            briefs.append(_brief(table, _WIDTHS[-1], spares_numbers=False))
             break
         kept = [index for index in kept if index != worst]
     return next((brief for brief in briefs if _width(table, brief, kept) <= width), briefs[-1]), kept
+
+
+def _brief(table: Table, longest: int, *, spares_numbers: bool = True) -> list[list[str]]:
+    return [
+        [
+            column.cut(column.brief(text), longest, spares_numbers=spares_numbers)
+            for column, text in zip(table.columns, row, strict=True)
+        ]
+        for row in table.texts()
+    ]
 
 
 def _width(table: Table, texts: Sequence[Sequence[str]], kept: Sequence[int]) -> int:

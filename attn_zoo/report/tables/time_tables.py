@@ -371,11 +371,13 @@ def turns_table(analysis: Analysis) -> Table | None:
     again = ", and again in further processes" if any(row["num_processes"] > 1 for row in rows) else ""
     several = ", of several processes the geometric mean of theirs" if again else ""
     over = "over rounds and processes" if again else "over rounds"
+    unjudged = dict.fromkeys(words for panel in analysis.panels if panel.bundles for words in unjudged_words(panel))
     return Table(
         name="turns",
         title="Timed in turns",
         notes=(
             f"Each group was timed in one process, in rounds of one call each{again}.",
+            *unjudged,
             f"Beside the fastest: median over rounds of the ratio of two calls of one round{several}.",
             Remark(f"In brackets: 95 % interval {over}.", sign="["),
             *MARK_REMARKS,
@@ -402,12 +404,15 @@ def turns_table(analysis: Analysis) -> Table | None:
 
 
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    rows = []
+    rows, judged = [], {series.label for series in panel.series if series.is_judged}
     for (seq_len, bundle), turns in panel.bundles.items():
-        fastest, fastest_label = fastest_of([(point, label) for label, point in turns])
+        rivals = [(point, label) for label, point in turns if label in judged]
+        fastest, fastest_label = fastest_of(rivals or [(point, label) for label, point in turns])
         members = [(times_faster(point, fastest), point, label) for label, point in turns]
-        members.sort(key=lambda member: (member[2] != fastest_label, member[0].value, member[2]))
-        num_level = sum(compared.low <= 1.0 for compared, _, _ in members)
+        members.sort(
+            key=lambda member: (member[2] not in judged, member[2] != fastest_label, member[0].value, member[2])
+        )
+        level = {label for compared, _, label in members if label in judged and compared.low <= 1.0}
         for compared, point, label in members:
             rows.append(
                 {
@@ -420,7 +425,8 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
                     "high_ms": point.high_ms,
                     "fastest": fastest_label,
                     **interval_values("ratio", compared.value, compared.low, compared.high),
-                    "is_level": compared.low <= 1.0 and num_level > 1,
+                    "is_level": label in level and len(level) > 1,
+                    "num_rivals": len(turns) - 1,
                     "num_rounds": compared.num_pairs,
                     "num_processes": point.num_processes,
                     "kernel": point.kernel,
@@ -435,6 +441,6 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
 def _ratio(row: Row) -> str:
     level = ", level" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
-        return f"fastest{level}"
+        return f"fastest{level}" if row["num_rivals"] else "alone"
     factor = ratio_interval(row["ratio"], row["ratio_low"], row["ratio_high"])
     return marked(f"{factor}{level}", row["ratio_marks"])

@@ -331,7 +331,7 @@ def test_what_is_a_little_nearer_than_the_mean_is_not_called_no_nearer(tmp_path)
 def test_sentences_and_titles_say_which_setting_they_are_of(tmp_path):
     analysis = analysed(tmp_path, [*RECORDS, *over_lengths("linformer", 0.9, 0.9, seeds=1, is_causal=True)])
     bidirectional, causal = (error_findings(group) for group in analysis.errors)
-    assert bidirectional[0].startswith("Nearest to exact attention at 1k tokens (bidirectional), by")
+    assert bidirectional[0].startswith("Nearest to exact attention at 1k tokens (bidirectional, 2 seeds), by")
     assert causal[1].startswith("Not 5 % nearer than the mean of the values (causal): on peaked")
     titles = [table.title for table in make_tables(analysis)]
     assert {"Error on peaked inputs, bidirectional", "Error on peaked inputs, causal"} <= {*titles}
@@ -342,7 +342,8 @@ def test_sentences_and_titles_say_which_setting_they_are_of(tmp_path):
 def test_a_board_says_why_a_number_is_missing(tmp_path):
     failed = approximation("linformer", 1024, 0.0, inputs="local", status="timeout")
     records = [one for one in RECORDS if (one.cell.variant, one.cell.inputs) != ("linformer", "local")]
-    write_run(tmp_path / "run", [*records, *over_lengths("linformer", 0.3, inputs="local"), failed])
+    beside = over_lengths("bigbird", 0.1, 0.2, inputs="local")
+    write_run(tmp_path / "run", [*records, *over_lengths("linformer", 0.3, inputs="local"), *beside, failed])
     (((board,),),) = ([run.boards for run in machine.runs] for machine in read_machines(tmp_path))
     assert {row[0].text: row[2].text for row in board.rows}["linformer"] == "timeout"
 

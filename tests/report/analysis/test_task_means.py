@@ -64,10 +64,10 @@ def test_the_front_says_which_tasks_a_mean_is_over_and_which_have_no_column(tmp_
     assert "Scores: accuracy, protocol cpu-small; mean over seeds on test." in front.note
     assert headline(analysis).startswith("Accuracy, mean over a (short) and b (short) and c (short): full 80.0 %")
     out = io.StringIO()
-    to_terminal(front, Console(file=out, width=60, color_system=None))
+    to_terminal(front, Console(file=out, width=80, color_system=None))
     shown = " ".join(out.getvalue().split())
     assert "Columns left out here, in the files: mean." in shown, "before what it is made of"
-    assert "22.0 % (floor?)" in shown
+    assert "22.0 % (n=1) (floor?)" in shown
     assert "Mean: over" not in shown
 
 
