@@ -8,7 +8,7 @@ import pytest
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.folder import pack_cells
 from attn_zoo.report.compare import compare
-from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
+from tests.report.synthetic import MACHINE, accuracy, approximation, scaling, write_run
 
 
 def repeated(record, sizes=(5, 5, 5)):
@@ -399,4 +399,37 @@ def test_scores_of_other_protocols_say_which(tmp_path):
     a = write_run(tmp_path / "a", trained(values))
     b = write_run(tmp_path / "b", trained(values, protocol="lra-small"))
     with pytest.raises(ConfigError, match=r"they differ in protocol \(cpu-small against lra-small\)"):
+        compare(a, b).tables()
+
+
+def test_seeds_that_failed_are_worse_whatever_the_others_scored(tmp_path):
+    """Or a run of which most trainings diverged would pass."""
+    before, after = trained({"full": [0.5, 0.52, 0.54]}), trained({"full": [0.5]})
+    lost = [accuracy("full", seed, None, status="diverged") for seed in (1, 2)]
+    a, b = write_run(tmp_path / "a", before), write_run(tmp_path / "b", [*after, *lost])
+    found = compare(a, b)
+    assert found.worse == ["full on listops: 2 seeds failed that had a score"]
+    assert "## 1 worse by more than 10 %" in found.markdown()
+    (table,) = found.tables()
+    assert table.texts()[0][-1] == "cannot say, 2 seeds failed"
+    unrun = write_run(tmp_path / "c", [*after, *(replace(one, status="cancelled") for one in lost)])
+    assert compare(a, unrun).worse == [], "what was not run has not failed"
+    errors = [approximation("bigbird", 512, 0.1 + seed / 1e3, seed=seed) for seed in range(3)]
+    timeouts = [approximation("bigbird", 512, 0.0, seed=seed, status="timeout") for seed in (1, 2)]
+    a, b = write_run(tmp_path / "d", errors), write_run(tmp_path / "e", [errors[0], *timeouts])
+    assert compare(a, b).worse == ["bigbird on peaked inputs L512: 2 seeds failed that had an error"]
+
+
+def test_means_are_over_common_seeds_as_the_difference_is(tmp_path):
+    a = write_run(tmp_path / "a", trained({"full": [0.5, 0.6, 0.7, 0.2]}))
+    b = write_run(tmp_path / "b", trained({"full": [0.5, 0.6, 0.7]}))
+    (row,) = compare(a, b).scores
+    assert (row["score_a"], row["score_b"]) == pytest.approx((0.6, 0.6))
+    assert row["difference"] == 0.0
+
+
+def test_a_run_of_trainings_beside_one_of_times_is_told_by_all_that_each_has(tmp_path):
+    a = write_run(tmp_path / "a", trained({"full": [0.5, 0.6]}))
+    b = write_run(tmp_path / "b", [timed("full", 512, 1.0)])
+    with pytest.raises(ConfigError, match="the first has 1, such as full on listops by cpu-small, the second 1, such"):
         compare(a, b).tables()

@@ -949,3 +949,43 @@ def test_a_narrow_terminal_keeps_the_longest_length_and_cuts_no_number(tmp_path)
     out = io.StringIO()
     to_terminal(front, Console(file=out, width=60, color_system=None))
     assert "64k" in out.getvalue().splitlines()[1]
+
+
+def test_what_takes_as_much_memory_is_not_the_most(tmp_path):
+    claims = dict.fromkeys(("a", "b", "c", "d", "e"), CLAIMS["full"])
+    records = [_of_memory(scaling(name, n), 100) for name in claims for n in LENGTHS[:2]]
+    said = findings(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    (memory,) = [text for text in said if text.startswith("Peak memory")]
+    assert memory.startswith("Peak memory at 1k: a, b, c and 2 more 100 MiB each")
+
+
+def test_memory_is_that_of_the_longest_length_where_any_is_known(tmp_path):
+    records = [_of_memory(scaling(name, 512), 2 + len(name)) for name in ("full", "linformer")]
+    records += [scaling(name, 1024, status="oom_host") for name in ("full", "linformer")]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    assert any(text.startswith("Peak memory at 512: full 6 MiB, linformer 11 MiB") for text in findings(analysis))
+    front = front_table(analysis)
+    assert front is not None
+    assert "memory at 512" in [column.heading for column in front.columns]
+
+
+def test_who_leads_where_a_rival_was_not_measured_is_said(tmp_path):
+    records = [scaling(name, n, cost * n) for name, cost in (("full", 1.0), ("linformer", 0.5)) for n in LENGTHS[:4]]
+    records = [one for one in records if (one.cell.variant, one.cell.seq_len) != ("linformer", 1024)]
+    records += [scaling("bigbird", n, 0.8 * n) for n in LENGTHS[:4]]
+    assert "; no time of linformer at 1k" in headline(analyse([write_run(tmp_path / "run", records)]))
+
+
+def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
+    failures = [("oom_host", 1), ("timeout", 2), ("gate_failed", 3), ("crashed", 4), ("error", 5)]
+    records = [scaling("full", 2**n, status=status) for status, number in failures for n in range(number)]
+    records = [replace(one, cell=replace(one.cell, seed=place)) for place, one in enumerate(records)]
+    said = findings(analyse([write_run(tmp_path / "run", records)]))
+    assert said == ["15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed its correctness gate, 3 for other reasons."]
+
+
+def test_a_seed_that_was_not_run_has_not_failed(tmp_path):
+    kept, unrun = accuracy("full", 0, 0.6), accuracy("full", 1, None, status="cancelled")
+    analysis = analyse([write_run(tmp_path / "run", [kept, unrun, accuracy("full", 2, None, status="diverged")])])
+    (picture,) = [each for each in pictures_of(analysis) if each.name.startswith("accuracy")]
+    assert "60.0 % (n=1, 1 failed, 1 not run)" in picture.alt

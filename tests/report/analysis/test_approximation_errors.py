@@ -408,3 +408,35 @@ def test_costs_are_there_where_the_first_seed_failed(tmp_path):
     table = front_table(analysis)
     assert table is not None
     assert {row[0]: row[-1] for row in table.texts()}["bigbird"] == "9.8 %"
+
+
+def test_a_length_that_few_have_ranks_nothing(tmp_path):
+    """As after an interruption: exact attention alone, or one of three, was measured at the longest length."""
+    names = {"bigbird": 0.1, "linformer": 0.5, "moba": 0.3}
+    records = [one for name, error in names.items() for one in over_lengths(name, error, error)]
+    exact = over_lengths("full", 1e-7, 1e-7, 1e-7)
+    said = headline(analysed(tmp_path / "exact", [*exact, *records]))
+    assert said.startswith("Nearest to exact attention at 1k tokens (2 seeds), by error")
+    assert "peaked: bigbird 0.101 (mean" in said
+    longer = [approximation("linformer", 2048, 0.5, seed=seed) for seed in (0, 1)]
+    said = headline(analysed(tmp_path / "one", [*exact, *records, *longer]))
+    assert "at 1k tokens" in said
+    assert "not measured there" not in said
+    longer += [approximation("moba", 2048, 0.3, seed=seed) for seed in (0, 1)]
+    analysis = analysed(tmp_path / "two", [*exact, *records, *longer])
+    assert "at 2k tokens (2 seeds), by error on inputs of each kind: peaked: moba 0.3" in headline(analysis)
+    assert headline(analysis).endswith("; not measured there: bigbird.")
+
+
+def test_few_seeds_are_said_and_name_nothing_that_found_nothing(tmp_path):
+    one = headline(analysed(tmp_path / "one", over_lengths("bigbird", 0.1, 0.1, seeds=1)))
+    assert one.startswith("Nearest to exact attention at 1k tokens (1 seed), by error")
+    wide = [
+        approximation("performer", length, error, seed=seed)
+        for length in (512, 1024)
+        for seed, error in ((0, 1), (1, 9))
+    ]
+    two = headline(analysed(tmp_path / "two", [*over_lengths("bigbird", 0.1, 0.1), *wide]))
+    assert "peaked: bigbird 0.101 (mean" in two, "the interval of the other begins at 0"
+    three = headline(analysed(tmp_path / "three", over_lengths("bigbird", 0.1, 0.1, seeds=3)))
+    assert "seed" not in three

@@ -168,3 +168,10 @@ def test_an_answer_points_at_nothing_that_is_not_there(tmp_path):
     ((run,),) = (machine.runs for machine in read_machines(tmp_path))
     assert " 3 more; to beat: " in " ".join(run.said)
     assert "below" not in leaderboard_readme(read_machines(tmp_path))
+
+
+def test_a_run_without_a_number_has_its_name_and_page_too(tmp_path):
+    write_run(tmp_path / "box" / "a", [accuracy("full", 0, 0.6)])
+    write_run(tmp_path / "box" / "b", [accuracy("full", seed, None, status="diverged") for seed in range(3)])
+    text = leaderboard_readme(read_machines(tmp_path))
+    assert "**What came out?** No cell gave a measurement. ([box/b](box/b/report.html))" in text

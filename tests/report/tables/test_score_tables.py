@@ -7,6 +7,7 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.findings import accuracy_findings
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import accuracy_table, cost_table, equal_cost_table
 from attn_zoo.report.tables.table import MISSING
 from tests.report.synthetic import accuracy, curve, write_run
@@ -310,3 +311,20 @@ def test_thread_counts_are_not_mixed(tmp_path):
     records = [accuracy("full", 0, 0.3, threads=threads) for threads in (1, 2)]
     groups = analyse([write_run(tmp_path / "run", records)]).accuracy
     assert [one.how.rpartition(", ")[2] for one in groups] == ["1 thread", "2 threads"]
+
+
+def test_the_front_says_what_has_no_mean_who_is_level_and_which_tasks_have_no_score(tmp_path):
+    def runs(task, values):
+        return [accuracy(name, seed, value, task=task) for name, value in values.items() for seed in range(3)]
+
+    lost = [accuracy("full", seed, None, task="a0", status="diverged") for seed in range(3)]
+    tasks = {task: {"full": 1.0, "linformer": 1.0, "bigbird": 0.5} for task in "abcd"}
+    records = [*lost, *(one for task, values in tasks.items() for one in runs(task, values))]
+    records += runs("e", {"full": 0.5, "linformer": 0.5, "bigbird": 0.5, "luna": 0.9})
+    front = front_table(analyse([write_run(tmp_path / "run", records)]))
+    assert front is not None
+    assert "a0 (short)" not in [column.heading for column in front.columns]
+    rows = {row[0]: row for row in front.texts()}
+    assert rows["best"][1:3] == ["full or linformer", "full or linformer (by mean)"]
+    assert rows["luna"][1] == "no mean"
+    assert "Not in this table: a0 (short), e (short)." in front.note

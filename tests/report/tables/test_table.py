@@ -257,3 +257,20 @@ def test_a_column_has_one_unit():
     shown = Table(name="t", title="T", notes=(), columns=columns, rows=tuple(times)).texts()
     assert [row[0] for row in shown] == ["0.1 ms [0.1, 0.1]", "1 ms [1, 1]", "5720 ms [5720, 5720]"]
     assert [row[1].split()[1] for row in shown] == ["GiB"] * 3
+
+
+def test_a_number_is_never_cut_where_a_column_can_go(tmp_path):
+    rows = ({"name": "a_variant_with_a_very_long_name", "text": "from 123,456 or less", "more": "x" * 30},)
+    long = Column(heading="from", show=lambda row: row["text"], priority=0)
+    table = Table(
+        name="t",
+        title="t",
+        notes=(),
+        columns=(text_column("variant", "name", 0), long, text_column("more", priority=1)),
+        rows=rows,
+    )
+    out = io.StringIO()
+    to_terminal(table, Console(file=out, width=45, color_system=None))
+    assert "from 123,456 or less" in out.getvalue()
+    assert "a_variant…ong_name" in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 45

@@ -18,7 +18,7 @@ from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
 from attn_zoo.report.tables.table import to_terminal
 from attn_zoo.report.tables.time_tables import measurement_table, turns_table
 from tests.report.figures.legible import words
-from tests.report.synthetic import pictures_of, scaling, write_run
+from tests.report.synthetic import CLAIMS, pictures_of, scaling, write_run
 
 ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
 
@@ -229,3 +229,21 @@ def test_one_speed_up_has_one_number_on_all_of_a_page(tmp_path: Path):
     picture = next(one for one in pictures_of(analysis) if one.name.startswith("speedup"))
     assert "ratio by rounds, timed in turns; bars: 95 % interval" in words(picture.figure)
     assert "linformer: 3\u00d7 at 2k, 4\u00d7 at 4k" in picture.alt
+
+
+def test_a_control_is_not_the_fastest_and_what_is_alone_is_beside_nothing(tmp_path: Path):
+    claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
+    records = [member("full", 30.0, "b1"), member("pooling", 5.0, "b1"), member("linformer", 10.0, "b1")]
+    records += [member("bigbird", 12.0, "b2")]
+    table = turns_table(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    assert table is not None
+    found = [(row["variant"], row["fastest"], round(row["ratio"], 3), row["is_level"]) for row in table.rows]
+    assert found == [
+        ("linformer", "linformer", 1.0, False),
+        ("full", "linformer", 3.0, False),
+        ("pooling", "linformer", 0.5, False),
+        ("bigbird", "bigbird", 1.0, False),
+    ]
+    assert "Not judged (a control, which does without attention): pooling." in table.note
+    beside = [column.heading for column in table.columns].index("beside the fastest")
+    assert [row[beside] for row in table.texts()][::3] == ["fastest", "alone"]
