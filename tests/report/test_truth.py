@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attn_zoo.displays import Run
 from attn_zoo.folder import pack_cells
-from attn_zoo.records import Memory, Record
+from attn_zoo.records import Memory, Record, Status
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.pages.findings import (
     accuracy_findings,
@@ -977,8 +977,8 @@ def test_who_leads_where_a_rival_was_not_measured_is_said(tmp_path):
 
 
 def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
-    failures = [("oom_host", 1), ("timeout", 2), ("gate_failed", 3), ("crashed", 4), ("error", 5)]
-    records = [scaling("full", 2**n, status=status) for status, number in failures for n in range(number)]
+    failures: dict[Status, int] = {"oom_host": 1, "timeout": 2, "gate_failed": 3, "crashed": 4, "error": 5}
+    records = [scaling("full", 2**n, status=status) for status, number in failures.items() for n in range(number)]
     records = [replace(one, cell=replace(one.cell, seed=place)) for place, one in enumerate(records)]
     said = findings(analyse([write_run(tmp_path / "run", records)]))
     assert said == ["15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed its correctness gate, 3 for other reasons."]

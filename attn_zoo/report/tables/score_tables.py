@@ -153,10 +153,8 @@ def _is_pretrained(group: AccuracyGroup) -> bool:
     return any(score.start for score in group.scores)
 
 
-def cost_table(group: AccuracyGroup) -> Table | None:
-    """Return what each score cost: parameters, FLOPs, time, memory, padding; None where there is no score."""
-    if not group.means:
-        return None
+def cost_table(group: AccuracyGroup) -> Table:
+    """Return what each score cost: parameters, FLOPs, time, memory, padding."""
     rows = [_row(group, score) for score in group.ranked]
     sizes = f"Parameters: what is more than 10 % away from {group.baseline} says so."
     machines = f"Runs come from {group.num_machines} machines: their times do not compare."
