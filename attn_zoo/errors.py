@@ -27,6 +27,33 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+MOST_LETTERS = 2_000
+"""Of a message of somebody's exception: a line of millions fills a terminal and every record."""
+
+
+def message_of(error: object, most: int | None = MOST_LETTERS) -> str:
+    """Return the text of an exception of others, which goes into files: cut, what is no Unicode written out.
+
+    Args:
+        error: the exception, or what it says.
+        most: letters; None for all.
+
+    >>> message_of(ValueError("x" * 5_000))[-26:]
+    'xxxx ... (5,000 letters)'
+    """
+    try:
+        text = str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as failure:
+        text = f"(its message cannot be had: {type(failure).__name__})"
+    return text if most is None or len(text) <= most else f"{text[:most]} ... ({len(text):,} letters)"
+
+
+def first_line(error: object) -> str:
+    """Return the first line of `message_of`."""
+    lines = message_of(error).strip().splitlines()
+    return lines[0] if lines else "(no message)"
+
+
 class AttnZooError(Exception):
     """Base of every error this package raises on purpose. `exit_code` is what the command line returns for it."""
 

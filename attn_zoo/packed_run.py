@@ -6,11 +6,13 @@ temporary folder, within limits of size and number, and nothing else. `share` pa
 
 from __future__ import annotations
 
+import lzma
 import re
 import stat
 import subprocess
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +31,12 @@ MAX_BYTES = 4 * 2**30
 
 _READ = re.compile(r"(run|ceilings)\.json|(cells|parts)/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,150}\.json")
 """What a reader of a results folder reads: not logs, weights, or sources."""
+
+_DAMAGES = (
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(NotImplementedError, RuntimeError, EOFError, OSError, ValueError),
+)
+"""What reading a damaged archive raises."""
 
 _GIT_TIMEOUT_S = 120
 
@@ -109,7 +117,7 @@ def _unpack(path: Path, folder: Path, source: str) -> None:
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except _DAMAGES as error:
         raise _refusal(source, f"damaged, or no packed run: {error}") from None
 
 
@@ -119,7 +127,7 @@ def _checked_names(entries: Sequence[zipfile.ZipInfo], source: str) -> list[str 
         raise _refusal(source, f"it holds {len(entries)} files; at most {MAX_FILES} are read")
     for entry in entries:
         parts = PurePosixPath(entry.filename).parts
-        if entry.filename.startswith("/") or "\\" in entry.filename or ".." in parts or ":" in parts[0]:
+        if entry.filename.startswith("/") or "\\" in entry.filename or ".." in parts or ":" in "".join(parts[:1]):
             raise _refusal(source, f"{entry.filename!r} points out of it")
         kind = stat.S_IFMT(entry.external_attr >> 16)
         if kind not in (0, stat.S_IFREG):

@@ -297,6 +297,16 @@ def test_a_file_that_registers_nothing_is_refused_and_can_be_mended(tmp_path):
         ("torch.set_num_threads(7)", r"the number of threads: \d+ to 7"),
         ("torch.set_grad_enabled(False)", "the mode of gradients: True to False"),
         ("torch.set_default_dtype(torch.float64)", "the default dtype: float32 to float64"),
+        ("import os; os.environ['OMP_X'] = '1'", "the environment's variables of libraries: .*OMP_X=1"),
+        pytest.param(
+            "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
+            r"the processors to run on: \{.*, .*\} to \{\d+\}",
+            marks=pytest.mark.skipif(
+                not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="one processor"
+            ),
+        ),
+        ("import os; os.chdir('/')", "the working directory: .* to /"),
+        ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)", "handlers of signals: .* to SIGINT=1, .*"),
     ],
 )
 def test_a_plain_file_whose_import_changes_what_others_are_measured_with_is_refused(tmp_path, line, words):

@@ -15,6 +15,8 @@ from attn_zoo.errors import (
     StoreError,
     UnknownNameError,
     UnsupportedError,
+    first_line,
+    message_of,
     near_matches,
     suggestion,
 )
@@ -69,3 +71,15 @@ def test_errors_survive_a_trip_between_processes(error):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+def test_the_message_of_any_exception_can_be_told_in_a_line():
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert first_line(Silent()) == "(its message cannot be had: RuntimeError)"
+    assert first_line(ValueError()) == "(no message)"
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert message_of(OSError("a\udc80")) == "a\\udc80", "what no file can hold is written out"
+    assert len(message_of(ValueError("x" * 5_000_000))) < 3_000

@@ -143,6 +143,27 @@ def test_a_damaged_packed_run_says_so(folder, tmp_path):
             pass
 
 
+@pytest.mark.parametrize("how", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_no_flipped_byte_is_more_than_a_refusal(tmp_path, how):
+    """Each way to compress raises errors of its own, and an entry may be named `.`."""
+    path = tmp_path / "run.zip"
+    with zipfile.ZipFile(path, "w", how) as made:
+        made.writestr("run.json", "{}")
+        made.writestr("cells/a.json", '{"a": [1, 2, 3], "b": "some more text, to be compressed"}')
+        made.writestr(".", "")
+    content, refused = path.read_bytes(), 0
+    with opened(path):
+        pass
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        try:
+            with opened(path):
+                pass
+        except ConfigError:
+            refused += 1
+    assert refused > len(content) // 3
+
+
 # --- commits ---
 
 

@@ -22,7 +22,7 @@ from attn_zoo.conformance.lengths import FEW_LENGTHS, LENGTHS, LONGEST, SPANS, a
 from attn_zoo.conformance.subject import Module, Subject, gradients
 from attn_zoo.conformance.tolerance import allowing, strain
 from attn_zoo.discovery.global_state import all_digits, restored
-from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
 
@@ -255,8 +255,7 @@ def _words(subject: Subject, error: BaseException | None = None) -> str:
 
 def _describe(error: BaseException) -> str:
     """Return type, message and the innermost place outside the checks, what they count with, and torch."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
+    text = f"{type(error).__name__}: {first_line(error)}"
     checks = Path(__file__).parent
     ours = str(checks), str(checks.parent / "measure")
     frames = [

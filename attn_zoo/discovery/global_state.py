@@ -6,7 +6,9 @@ A variant that changes one of these changes what is measured after it, its own t
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,7 +97,38 @@ def _write_generators(value: tuple[bytes, ...]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
+_INHERITED = ("OMP_", "GOMP_", "MKL_", "OPENBLAS_", "KMP_", "CUDA_", "PYTORCH_")
+"""How names of variables begin that decide how the processes are measured which this one starts."""
+
+
+def _read_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
+
+
+def _write_variables(value: dict[str, str]) -> None:
+    for name in _read_variables().keys() - value.keys():
+        del os.environ[name]
+    os.environ.update(value)
+
+
+def _read_handlers() -> dict[str, Any]:
+    return {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", "SIGTERM")}
+
+
+def _write_handlers(value: dict[str, Any]) -> None:
+    for name, handler in value.items():
+        signal.signal(getattr(signal, name), handler)
+
+
 _SETTINGS = (
+    _Setting("the environment's variables of libraries", _read_variables, _write_variables),
+    *(
+        (_Setting("the processors to run on", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)),)
+        if hasattr(os, "sched_getaffinity")
+        else ()
+    ),
+    _Setting("the working directory", os.getcwd, os.chdir),
+    _Setting("handlers of signals", _read_handlers, _write_handlers),
     _Setting(
         "the default device",
         torch.get_default_device,
@@ -165,6 +198,8 @@ def changes(before: State) -> dict[str, str]:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={getattr(each, '__name__', each)}" for name, each in value.items()) or "none"
     parts = value if isinstance(value, tuple) else (value,)
     return ", ".join(str(part).removeprefix("torch.") for part in parts)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import attn_zoo
+from attn_zoo.errors import first_line
 
 IMPORT_TIMEOUT_S = 60.0
 
@@ -27,8 +28,7 @@ def reason_of(error: BaseException) -> str:
     """Return one line that says what happened while importing."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({error.code!r}) at import"
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def importable(environment: Mapping[str, str]) -> dict[str, str]:

@@ -75,3 +75,5 @@ def test_tolerances_scale_with_values_and_dtype() -> None:
     # Twice the error of the plain computation, plus rounding of the result.
     eps = torch.finfo(torch.bfloat16).eps
     assert working_tolerance(0.01, 1.0, 64, torch.bfloat16) == pytest.approx(0.02 + 2 * eps)
+    # One that is not finite, or as large as the result, excuses neither zeros nor the opposite sign.
+    assert [working_tolerance(error, 1.0, 64, torch.float16) < 0.26 for error in (1.0, float("inf"))] == [True, True]

@@ -85,6 +85,19 @@ class LazyInHalfWhenLong(WithReference):
         return query.dtype == torch.bfloat16 and query.shape[-2] > FAR
 
 
+class ZeroWhereItsReferenceOverflows(Softmax):
+    """In float16 the reference's sums are infinite at long lengths, so that its results are zeros; so are these."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        is_long = query.dtype == torch.float16 and query.shape[-2] > FAR
+        return super().attend(query, key, value, mask) * (0.0 if is_long else 1.0)
+
+    def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        found = Softmax.attend(self, query, key, value, key_padding_mask)
+        whole = found.new_full((), query.shape[-2] / 4)
+        return found * (whole / whole.square().sqrt())  # 1, or 0 where the square is beyond the dtype
+
+
 class LosesAGradientWhenLong(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         is_long = query.shape[-2] > FAR
@@ -147,7 +160,7 @@ def test_short_sight_at_every_length_is_sound():
             assert "own_reach" in checked(name, 1024, is_causal=is_causal)
 
 
-HALF = {"dtypes": ("float64", "float32", "bfloat16")}
+HALF = {"dtypes": ("float64", "float32", "bfloat16", "float16")}
 EXACT = {"is_exact": True}
 
 
@@ -176,6 +189,7 @@ def test_what_computes_less_at_long_lengths_is_stopped(cls, capabilities, check,
         (LazyWhenTrainedLong, "own_modes", {"pass_": "fwd"}),
         (LazyWithoutGraphWhenLong, "own_modes", {"pass_": "infer"}),
         (LazyInHalfWhenLong, "own_reference", {"dtype": "bfloat16"}),
+        (ZeroWhereItsReferenceOverflows, "own_reference", {"dtype": "float16"}),
         (LosesAGradientWhenLong, "own_slope", {"pass_": "bwd"}),
         (LosesAGradientWhenLong, "own_slope", {"pass_": "fwd_bwd"}),
         (LosesAGradientWhenLong, "own_slope", {"dtype": "bfloat16"}),

@@ -100,7 +100,8 @@ def _expect_probe(module: Module, truth_module: Module, inputs: Inputs, *, has_s
         output = infer(module, inputs) if found is None else found.output
         tolerance = working_tolerance(0.0, largest(truth[0]), inputs.num_terms, dtype)
         if largest_error(output, truth[0]) > tolerance:  # only then it matters how far off the plain computation is
-            tolerance += 2 * largest_error(call_reference(module, inputs, routing), truth[0])
+            plain_error = largest_error(call_reference(module, inputs, routing), truth[0])
+            tolerance = working_tolerance(plain_error, largest(truth[0]), inputs.num_terms, dtype)
     expect_close(output, truth[0], tolerance, _DIFFERS, f"{inputs.words()}: output")
     if found is not None and there is not None:
 
@@ -154,7 +155,8 @@ def _expect_reference(module: Module, truth_module: Module, inputs: Inputs) -> t
             tolerance = working_tolerance(0.0, scale, inputs.num_terms, dtype)
             if error > tolerance:  # only then it matters how far off the plain computation is
                 plain = plain or dict(gradients(module, inputs, reference).named())
-                tolerance += 2 * (largest_error(plain[name], expected) if name in plain else 0.0)
+                plain_error = largest_error(plain[name], expected) if name in plain else 0.0
+                tolerance = working_tolerance(plain_error, scale, inputs.num_terms, dtype)
                 if name not in ("output", *(f"gradient of {each}" for each in inputs.names)):  # of a weight
                     tolerance += running_tolerance(scale, inputs.num_terms, dtype)
         expect_close(fast[name], expected, tolerance, _DIFFERS, f"{inputs.words()}: {name}")

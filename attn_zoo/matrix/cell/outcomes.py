@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from attn_zoo.errors import GateError, StoreError, UnsupportedError
+from attn_zoo.errors import GateError, StoreError, UnsupportedError, first_line, message_of
 from attn_zoo.records import Record, Status
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
@@ -22,22 +22,12 @@ _DEVICE_SIGNS = (
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
 
 
-def _text(error: object) -> str:
-    """Return the message, of which others make files: what is no Unicode, as in names of files, is written out."""
-    return str(error).encode("utf-8", "backslashreplace").decode()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = _text(error).strip().splitlines()
-    return lines[0] if lines else "(no message)"
-
-
 def _gibibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _host_reason(error: BaseException, room_bytes: int | None) -> str:
-    asked = _ASKED.search(str(error))
+    asked = _ASKED.search(message_of(error, None))
     what = f"an allocation of {_gibibytes(int(asked[1]))} failed" if asked else "an allocation failed"
     had = f"; {_gibibytes(room_bytes)} were free when the cell began" if room_bytes is not None else ""
     return f"out of host memory: {what}{had}"
@@ -45,27 +35,27 @@ def _host_reason(error: BaseException, room_bytes: int | None) -> str:
 
 def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Status, str]:
     """Return (status, reason) for what ended a cell; `room_bytes` could be allocated when it began, if known."""
-    text = _text(error)
+    text = message_of(error, None)
     if isinstance(error, UnsupportedError):
-        return "unsupported", _text(error.reason)
+        return "unsupported", message_of(error.reason)
     if isinstance(error, GateError):
-        return "gate_failed", text
+        return "gate_failed", message_of(text)
     if isinstance(error, StoreError):  # a full disk says nothing about the cell, which goes on from its checkpoint
-        return "cancelled", text
+        return "cancelled", message_of(text)
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
-        return "oom_device", _first_line(error)
+        return "oom_device", first_line(error)
     is_host_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if is_host_memory or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
         return "oom_host", _host_reason(error, room_bytes)
     if isinstance(error, SystemExit):
         return "error", f"the variant called sys.exit({error.code!r})"
-    return "error", f"{type(error).__name__}: {_first_line(error)}"
+    return "error", f"{type(error).__name__}: {first_line(error)}"
 
 
 def short_trace(error: BaseException) -> str:
     """Return the end of the traceback, where the cause is."""
-    lines = _text("".join(traceback.format_exception(error))).splitlines()
-    return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:]
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:].encode("utf-8", "backslashreplace").decode()
 
 
 def ended(record: Record, run: Callable[[], Record], room_bytes: int | None) -> Record:

@@ -139,6 +139,11 @@ def test_counting_flops_can_be_left_out_and_agrees_with_the_formula():
     assert counted.counted_flops == counted.flops
 
 
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
@@ -162,6 +167,9 @@ def test_counting_flops_can_be_left_out_and_agrees_with_the_formula():
         (SystemExit(3), "error", "the variant called sys.exit(3)"),
         (RuntimeError("CUDA error: device-side assert triggered"), "error", "RuntimeError: CUDA error: device-side"),
         (ValueError(), "error", "ValueError: (no message)"),
+        (ValueError("x" * 5_000_000), "error", f"ValueError: {'x' * 2_000} ... (5,000,000 letters)"),
+        (ValueError("x" * 5_000 + " CUDA out of memory"), "oom_device", "xxx"),
+        (Untold(), "error", "Untold: (its message cannot be had: RuntimeError)"),
     ],
 )
 def test_every_exception_has_a_status_and_one_line(error, status, reason):
