@@ -31,9 +31,10 @@ freed memory stays in the process that measures; 4, the digest of a variant cove
 runs; on a GPU, of which no result of version 4 was published before, a short call is made untimed before some are
 timed, and graphs of short calls hold several of them."""
 
-TRAINING_VERSION = 3
+TRAINING_VERSION = 4
 """Of the way we train; likewise for accuracy cells. History: 1, first; 2, every kind of task, bucketing by length,
-self-pretraining; 3, the digest of a variant covers all of this package that trains it."""
+self-pretraining; 3, the digest of a variant covers all of this package that trains it; 4, batches of similar lengths
+in evaluations too, where training has them, and stronger floors."""
 
 STEP_VERSION = 100 * PROTOCOL_VERSION + TRAINING_VERSION
 """Of training steps that are timed, which depend on both."""

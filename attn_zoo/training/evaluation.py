@@ -83,10 +83,13 @@ def evaluate(
     is_test: bool = False,
     score_full: Callable[[Batch], Scored] | None = None,
     ranks: Ranks = ALONE,
+    is_bucketed: bool = False,
 ) -> Evaluation:
-    """Score a model as it is on all examples, in order; the last batch may be smaller and counts like any other.
+    """Score a model as it is on all examples; the last batch may be smaller and counts like any other.
 
-    Of several ranks each scores every N-th batch, and all return the whole.
+    Batches follow the order of the split or, where `is_bucketed`, that of the lengths. What depends on the padding of
+    its batch (Nyström's landmarks) would else be scored under another than it was trained with. Of several ranks each
+    scores every N-th batch, and all return the whole.
 
     Only with `is_test` may predictions cost more than one forward. The model is put into evaluation mode. `score_full`
     does for batches of `batch_size` examples what `score_batch` does, such as compiled.
@@ -95,7 +98,8 @@ def evaluate(
     seed_everything(derive_seed(seed, "evaluation"))  # for variants that draw at evaluation too
     losses, correct, counts = [], [], []
     parts: list[Scored] = []
-    batches = torch.split(torch.arange(len(feed.lengths)), batch_size)
+    order = torch.sort(feed.costs, stable=True).indices if is_bucketed else torch.arange(len(feed.lengths))
+    batches = torch.split(order, batch_size)
     for rows in batches[ranks.rank :: ranks.size]:
         batch = batcher.batch(feed, rows)
         if score_full is not None and len(rows) == batch_size:
@@ -111,6 +115,8 @@ def evaluate(
     all_counts = ranks.joined(counts, len(batches), torch.int64)
     if not len(all_losses):
         raise ValueError("evaluate: no label of the split is scored")
+    places = torch.sort(order.repeat_interleave(all_counts), stable=True).indices  # back in the order of the split
+    all_losses, all_correct, all_counts = all_losses[places], all_correct[places], all_counts[torch.argsort(order)]
     value = _value(batcher.spec.metric, all_losses, all_correct)
     return Evaluation(float(all_losses.mean()), value, all_losses, all_correct, all_counts)
 

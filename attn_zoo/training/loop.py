@@ -77,6 +77,7 @@ class Trainer(Updater):
             is_test=is_test,
             score_full=None if is_test or self._score is None else score_full,
             ranks=self.ranks,
+            is_bucketed=self.protocol.bucket_batches > 1,
         )
         self.numbers.eval_s += self._now() - start
         self.numbers.eval_compile_s += compiling_s

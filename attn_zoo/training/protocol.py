@@ -105,8 +105,8 @@ class Protocol:
         eval_batch_size: examples per evaluation batch.
         pad_multiple: a batch is padded to its longest example, rounded up to a multiple of this.
         is_full_length: pad every batch to the task's maximum instead.
-        bucket_batches: train on batches of similar lengths, formed among this many batches of the shuffled order; 0
-            takes the order as it is.
+        bucket_batches: train on batches of similar lengths, formed among this many batches of the shuffled order, and
+            evaluate on such; 0 takes the order as it is.
         pretrain: what the model learns first, on the task's own training inputs without their labels (Amos et al. 2024,
             "Never Train from Scratch", arXiv 2310.02980): `"masked"`, to tell tokens that are hidden from it;
             `"causal"`, to tell the next token, with attention that sees the past only; empty for nothing. The same

@@ -265,3 +265,30 @@ def test_last_partial_batches_count(toy):
     assert torch.equal(found[0].counts, (split.labels != IGNORED_LABEL).sum(1))
     assert torch.equal(found[0].correct, found[1].correct)
     assert found[0].loss == pytest.approx(found[1].loss)
+
+
+def test_batches_of_similar_lengths_are_scored_as_the_order_of_the_split_is(toy, monkeypatch):
+    spec, split = toy("tokens").spec, toy("tokens").split("test")
+    protocol = resolve_protocol("cpu-small")
+    batcher = Batcher(spec, protocol, variants["full"].capabilities, "cpu")
+    objective = objective_for(spec)
+    model = objective.build_model(
+        protocol.model_config(variant="full", options={}, vocab_size=6, max_seq_len=batcher.max_seq_len, seed=0)
+    )
+    widths = []
+    whole = Batcher.batch
+
+    def noted(self, feed, rows):
+        widths.append(int(feed.lengths[rows].max()) - int(feed.lengths[rows].min()))
+        return whole(self, feed, rows)
+
+    monkeypatch.setattr(Batcher, "batch", noted)
+    feed = batcher.feed(split)
+    plain, bucketed = (
+        evaluate(model, objective, batcher, feed, batch_size=7, seed=0, is_bucketed=each) for each in (False, True)
+    )
+    assert sum(widths[len(widths) // 2 :]) < sum(widths[: len(widths) // 2]) / 4
+    assert torch.equal(plain.counts, bucketed.counts)
+    assert torch.equal(plain.correct, bucketed.correct)
+    assert torch.allclose(plain.losses, bucketed.losses)
+    assert plain.value == bucketed.value
