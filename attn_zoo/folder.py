@@ -39,6 +39,7 @@ class Claim:
         routing_sees_future: its causal form masks every query, but decides with knowledge of the future which keys a
             query may choose from. False in runs of older versions.
         is_control: no mechanism, but what a model does without one. False in runs of older versions.
+        depends_on_padding: what it computes of an example may depend on how far its batch is padded. Likewise.
     """
 
     time_exponent: float | None = None
@@ -46,6 +47,7 @@ class Claim:
     is_exact: bool = False
     routing_sees_future: bool = False
     is_control: bool = False
+    depends_on_padding: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +250,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
         is_exact=entry.get("is_exact") is True,
         routing_sees_future=entry.get("routing_sees_future") is True,
         is_control=entry.get("is_control") is True,
+        depends_on_padding=entry.get("depends_on_padding") is True,
     )
 
 

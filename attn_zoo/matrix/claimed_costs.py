@@ -125,6 +125,7 @@ def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:
             "is_exact": variants[name].capabilities.is_exact,
             "routing_sees_future": variants[name].capabilities.causal == "masked",
             "is_control": variants[name].capabilities.is_control,
+            "depends_on_padding": not variants[name].capabilities.is_padding_invariant,
         }
         for name in sorted(set(names) & set(variants))
     }

@@ -981,7 +981,9 @@ def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
     records = [scaling("full", 2**n, status=status) for status, number in failures.items() for n in range(number)]
     records = [replace(one, cell=replace(one.cell, seed=place)) for place, one in enumerate(records)]
     said = findings(analyse([write_run(tmp_path / "run", records)]))
-    assert said == ["15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed its correctness gate, 3 for other reasons."]
+    assert said == [
+        "15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed its correctness gate, 3 for other reasons."
+    ]
 
 
 def test_a_seed_that_was_not_run_has_not_failed(tmp_path):

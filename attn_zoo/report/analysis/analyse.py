@@ -56,6 +56,12 @@ class Analysis:
         return frozenset(label for label, variant in self.variants.items() if self.results.claim(variant).is_control)
 
     @cached_property
+    def padded(self) -> frozenset[str]:
+        """Labels of variants whose results may depend on how far a batch is padded."""
+        claims = {label: self.results.claim(variant) for label, variant in self.variants.items()}
+        return frozenset(label for label, claim in claims.items() if claim.depends_on_padding)
+
+    @cached_property
     def shown(self) -> tuple[Panel, ...]:
         """The panels that a person reads at once, in order: all, or `FEW_PANELS` of those that say most."""
         if len(self.panels) <= MOST_PANELS:

@@ -106,9 +106,13 @@ def summary_tables(analysis: Analysis) -> list[Table]:
 def _accuracy(group: AccuracyGroup, analysis: Analysis) -> list[Table | None]:
     cost = cost_table(group) if group.means else None  # of no score there is none
     if group.setting.replaces:
-        return [exchange_table(group), accuracy_table(group), cost if group.setting.adapt_steps else None]
+        return [
+            exchange_table(group),
+            accuracy_table(group, analysis.padded),
+            cost if group.setting.adapt_steps else None,
+        ]
     return [
-        accuracy_table(group),
+        accuracy_table(group, analysis.padded),
         pretraining_table(group),
         cost,
         equal_cost_table(group),

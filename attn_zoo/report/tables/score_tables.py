@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -101,8 +101,18 @@ def _reference(group: AccuracyGroup) -> str:
     return f"{_REFERENCE}{trained}" if group.references else ""
 
 
-def accuracy_table(group: AccuracyGroup) -> Table:
-    """Return mean score over seeds with interval, beside floors and the exact baseline; best first."""
+def _padding(group: AccuracyGroup, padded: Container[str]) -> str:
+    named = [score.name for score in group.scores if score.label in padded and score.costs["padding_frac"]]
+    return f"Not declared to be the same however far a batch is padded: {', '.join(named)}." if named else ""
+
+
+def accuracy_table(group: AccuracyGroup, padded: Container[str] = ()) -> Table:
+    """Return mean score over seeds with interval, beside floors and the exact baseline; best first.
+
+    Args:
+        group: scores that may be compared.
+        padded: labels whose results may depend on how far a batch is padded, which the note says.
+    """
     rows = [_row(group, score) for score in group.ranked]
     metric = group.metric
     against = f"vs {group.baseline}" if group.baseline else "vs exact"
@@ -132,6 +142,7 @@ def accuracy_table(group: AccuracyGroup) -> Table:
                 heading=over,
             ),
             f"{size}." if size else "",
+            _padding(group, padded),
             _reference(group),
         ),
         columns=(

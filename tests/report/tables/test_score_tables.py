@@ -7,10 +7,11 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.findings import accuracy_findings
+from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import accuracy_table, cost_table, equal_cost_table
 from attn_zoo.report.tables.table import MISSING
-from tests.report.synthetic import accuracy, curve, write_run
+from tests.report.synthetic import CLAIMS, accuracy, curve, write_run
 
 
 def group(tmp_path, records):
@@ -328,3 +329,13 @@ def test_the_front_says_what_has_no_mean_who_is_level_and_which_tasks_have_no_sc
     assert rows["best"][1:3] == ["full or linformer", "full or linformer (by mean)"]
     assert rows["luna"][1] == "no mean"
     assert "Not in this table: a0 (short), e (short)." in front.note
+
+
+def test_what_may_depend_on_padding_is_named_where_batches_were_padded(tmp_path):
+    claims = CLAIMS | {"nystrom": {"is_exact": False, "depends_on_padding": True}}
+    for padding, note in ((0.3, "Not declared to be the same however far a batch is padded: nystrom."), (0.0, "")):
+        runs = [accuracy(name, seed, 0.5, score={"padding_frac": padding}) for name in claims for seed in (0, 1)]
+        analysis = analyse([write_run(tmp_path / str(padding), runs, claims=claims)])
+        (table,) = [each for each in make_tables(analysis) if each.name.startswith("accuracy")]
+        assert ("however far a batch is padded" in table.note) == bool(note)
+        assert note in table.note
