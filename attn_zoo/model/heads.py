@@ -22,8 +22,10 @@ def pool_mean(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
     """Return the mean `[B, E]` over unpadded positions of `[B, L, E]`; zero where all are padding."""
     if key_padding_mask is None:
         return hidden.mean(1)
-    keep = (~key_padding_mask).to(hidden.dtype)[..., None]
-    return hidden.masked_fill(key_padding_mask[..., None], 0.0).sum(1) / keep.sum(1).clamp(min=1.0)
+    wide = torch.promote_types(hidden.dtype, torch.float32)  # the sum of a long sequence is beyond float16
+    count = (~key_padding_mask).sum(1, dtype=wide)[:, None]
+    total = hidden.masked_fill(key_padding_mask[..., None], 0.0).sum(1, dtype=wide)
+    return (total / count.clamp(min=1.0)).to(hidden.dtype)
 
 
 class _PooledEncoder(nn.Module):

@@ -21,7 +21,7 @@ def sinusoidal_positions(num_positions: int, embed_dim: int) -> Tensor:
     table = torch.zeros(num_positions, embed_dim, dtype=torch.float64)
     table[:, 0::2] = angle.sin()
     table[:, 1::2] = angle.cos()[:, : embed_dim // 2]
-    return table.float()
+    return table.to(torch.get_default_dtype())
 
 
 class Embedding(nn.Module):

@@ -55,15 +55,17 @@ class PositionBatchNorm(nn.Module):
         """Return `[B, L, E]`; padded positions are normalised by the same statistics but do not enter them."""
         mean, var = self.running_mean, self.running_var
         if self.training:
-            keep = hidden.new_ones(hidden.shape[:2]) if key_padding_mask is None else (~key_padding_mask).to(hidden)
+            wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))  # float16 holds no sum over a batch
+            keep = wide.new_ones(wide.shape[:2]) if key_padding_mask is None else (~key_padding_mask).to(wide)
             count = keep.sum().clamp(min=1.0)
-            mean = (hidden * keep[..., None]).sum((0, 1)) / count
-            var = ((hidden - mean).square() * keep[..., None]).sum((0, 1)) / count
+            mean = (wide * keep[..., None]).sum((0, 1)) / count
+            var = ((wide - mean).square() * keep[..., None]).sum((0, 1)) / count
             with torch.no_grad():
                 unbiased = var * count / (count - 1).clamp(min=1.0)
                 self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
                 self.running_var.lerp_(unbiased.to(self.running_var), self.momentum)
-        return (hidden - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
+        normalised = (hidden - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
+        return normalised.to(torch.result_type(hidden, self.weight))
 
 
 def make_norm(kind: NormKind, embed_dim: int) -> FeatureNorm | PositionBatchNorm:

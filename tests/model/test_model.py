@@ -202,6 +202,28 @@ def test_pool_mean_divides_by_the_true_length():
     assert pool_mean(hidden, padding).tolist() == [[2.0], [0.0]]
 
 
+def test_sums_over_a_long_sequence_are_not_kept_in_float16():
+    hidden, nothing = torch.full((2, 16_384, 1), 5.0).half(), torch.zeros(2, 16_384, dtype=torch.bool)
+    assert pool_mean(hidden, nothing).tolist() == [[5.0], [5.0]]
+    norm = PositionBatchNorm(1).half()
+    given = torch.randn(8, 16_384, 1, generator=torch.Generator().manual_seed(0)).half()
+    normalised = norm(given, None)
+    assert normalised.dtype == torch.float16
+    assert normalised.float().mean().item() == pytest.approx(0.0, abs=1e-3)
+    assert normalised.float().std().item() == pytest.approx(1.0, abs=1e-2)
+    assert bool(norm.running_var.isfinite().all())
+
+
+def test_positions_have_the_default_dtype():
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert sinusoidal_positions(4, 8).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert sinusoidal_positions(4, 8).dtype == torch.float32
+
+
 def test_batch_norm_equals_torch_on_the_unpadded_positions():
     ours, theirs = PositionBatchNorm(8), torch.nn.BatchNorm1d(8)
     hidden, padding = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.bool)
