@@ -38,8 +38,8 @@ def message_of(error: object, most: int | None = MOST_LETTERS) -> str:
         error: the exception, or what it says.
         most: letters; None for all.
 
-    >>> message_of(ValueError("x" * 5_000))[-26:]
-    'xxxx ... (5,000 letters)'
+    >>> message_of(ValueError("x" * 5_000))[-25:]
+    'xxxxx ... (5,000 letters)'
     """
     try:
         text = str(error).encode("utf-8", "backslashreplace").decode()

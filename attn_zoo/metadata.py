@@ -260,6 +260,7 @@ class Shape:
         form: how the variant is called.
         layer_index: 0-based depth, for mechanisms that differ by layer.
         config: the variant's own options, an instance of its config class.
+        max_seq_len: N, tokens that the module is built for; at least, and by default, S.
     """
 
     batch_size: int
@@ -275,8 +276,11 @@ class Shape:
     form: Form = "attention"
     layer_index: int = 0
     config: Any = None
+    max_seq_len: int = 0
 
     def __post_init__(self) -> None:
+        if self.max_seq_len < self.key_len:
+            object.__setattr__(self, "max_seq_len", self.key_len)
         if not self.embed_dim:
             object.__setattr__(self, "embed_dim", self.num_heads * self.head_dim)
 

@@ -118,6 +118,13 @@ def test_a_shape_calls_its_query_length_seq_len():
     assert shape.seq_len == 3
 
 
+def test_a_module_is_built_for_the_keys_of_a_call_at_least():
+    shape = Shape(batch_size=1, num_heads=2, num_kv_heads=2, query_len=3, key_len=4, head_dim=5)
+    assert shape.max_seq_len == 4
+    assert replace(shape, max_seq_len=9).max_seq_len == 9
+    assert replace(shape, key_len=6).max_seq_len == 6
+
+
 def test_a_reason_for_what_is_no_capability_would_never_be_said():
     with pytest.raises(UnknownNameError, match="capability in why 'groupd_query'; did you mean 'grouped_query'"):
         replace(EVERYTHING, why={"groupd_query": "not written yet"})

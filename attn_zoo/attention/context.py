@@ -134,4 +134,5 @@ class BuildContext:
             form=form,
             layer_index=self.layer_index,
             config=config,
+            max_seq_len=self.max_seq_len,
         )

@@ -8,8 +8,10 @@ variant writes is `forward`, the mathematics.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Hashable
+from functools import wraps
+from inspect import isfunction
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from attn_zoo.attention.context import BuildContext
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Request
 from attn_zoo.registry import Variant
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 MAX_SIGNATURES = 4096
 """Remembered by one module; a loop over ever new lengths must not keep them all."""
@@ -35,10 +40,29 @@ class Mixed(NamedTuple):
     carry: Tensor | None = None
 
 
+def _of_tokens(prefill: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a `prefill` that refuses no tokens: torch's fused attention divides by their number and ends the process."""
+
+    @wraps(prefill)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tokens = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
+        if isinstance(tokens, Tensor) and tokens.shape[-2] == 0:
+            got = list(tokens.shape)
+            raise ValueError(f"prefill: expected at least one token; got {got}: without one a state stays as it is")
+        return prefill(*args, **kwargs)
+
+    return run
+
+
 class _Bound(nn.Module):
     """What both forms share: their config, their context, and the variant they belong to."""
 
     variant: Variant | None = None  # set when the class is registered, and by the builder on what it makes
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isfunction(prefill := vars(cls).get("prefill")):
+            setattr(cls, prefill.__name__, _of_tokens(prefill))
 
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__()
@@ -80,6 +104,12 @@ class _Bound(nn.Module):
         if context is not None:
             reason = f"expected no context, as the module is built with is_cross=False; got {list(context.shape)}"
             raise UnsupportedError("cross_attention", f"{name}: {reason}")
+
+    def _require_batch(self, tokens: Tensor, kept: Tensor) -> None:
+        """Raise `ValueError` unless the tokens are of as many sequences as the state: torch would broadcast."""
+        if tokens.shape[0] != kept.shape[0]:
+            expected, got = kept.shape[0], tokens.shape[0]
+            raise ValueError(f"expected tokens of as many sequences as the state has, {expected}; got {got}")
 
     def _remember(self, signature: Hashable) -> None:
         if len(self._checked) >= MAX_SIGNATURES:
@@ -166,7 +196,8 @@ class AbstractAttention(_Bound, ABC):
         A state is a value. `step` and `prefill` leave the one they are given as it is: it may be continued in several
         ways, and states of other sequences, at other positions, in turns with it. So nothing that belongs to a
         sequence is kept in the module. A variant whose states can be used only once raises `UnsupportedError` when
-        one is used again. Both drop nothing, in training mode neither.
+        one is used again. Both drop nothing, in training mode neither. A state that keeps every position takes no more
+        than `max_seq_len`; one of constant size goes on beyond.
 
         Raises:
             UnsupportedError: the variant cannot decode step by step.
@@ -197,7 +228,7 @@ class AbstractAttention(_Bound, ABC):
         padding: prompts of unlike length are read in batches of one length each.
 
         Args:
-            query: `[B, H, n, D]`.
+            query: `[B, H, n, D]`, n at least 1.
             key: `[B, G, n, D]`.
             value: `[B, G, n, D]`.
             state: as for `step`; None means that nothing came before.
@@ -206,6 +237,7 @@ class AbstractAttention(_Bound, ABC):
             Output `[B, H, n, D]` and the new state.
 
         Raises:
+            ValueError: there are no positions.
             UnsupportedError: the variant cannot decode step by step.
         """
         if state is None:
@@ -358,13 +390,14 @@ class AbstractMixer(_Bound, ABC):
         padding: prompts of unlike length are read in batches of one length each.
 
         Args:
-            hidden: `[B, n, E]`.
+            hidden: `[B, n, E]`, n at least 1.
             state: from `init_state`, `prefill` or `step`; None means that nothing came before.
 
         Returns:
             Output `[B, n, E]` and the new state.
 
         Raises:
+            ValueError: there are no positions.
             UnsupportedError: the variant cannot decode step by step.
         """
         if state is None:

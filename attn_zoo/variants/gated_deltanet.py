@@ -156,8 +156,12 @@ def gated_delta_rule(writes: Writes, memory: Tensor, *, chunk_len: int) -> tuple
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Return rows of length 1, and zeros for zeros."""
-    return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + LENGTH_EPS)
+    """Return rows of length 1, and zeros for zeros.
+
+    In float32 at least: the derivative of the root is 5e8 at a row of zeros, which is no float16.
+    """
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPS)).to(rows.dtype)
 
 
 def _options(shape: Shape) -> GatedDeltanetConfig:
@@ -265,7 +269,7 @@ def gated_deltanet_state_bytes(shape: Shape, itemsize: int) -> int:
             "Memories and triangular systems are kept in float32 at least, whatever the dtype of the hidden states.",
             "Between chunks memories are composed in groups, in O(sqrt(L / C)) steps, where the authors' take L / C.",
             "Projections are initialised as in all models; convolutions, A and b as in the authors' code.",
-            "Padded positions are set to zero: they write next to nothing, but time passes, and the memory decays.",
+            "Padded positions write nothing, but time passes, and the memory decays.",
         ),
     ),
 )
@@ -298,7 +302,9 @@ class GatedDeltanet(AbstractMixer):
         self.step_bias = nn.Parameter(first_step + torch.log(-torch.expm1(-first_step)))  # softplus undone
         self.norm_scale = nn.Parameter(torch.ones(build.head_dim * config.value_factor))
 
-    def _writes(self, hidden: Tensor, tail: Tensor, dtype: torch.dtype) -> tuple[Writes, Tensor]:
+    def _writes(
+        self, hidden: Tensor, tail: Tensor, dtype: torch.dtype, padding: Tensor | None = None
+    ) -> tuple[Writes, Tensor]:
         """Return what positions `[B, n, E]` write and read, in `dtype`, and the tail for those after them."""
         projected = torch.cat([self.query_proj(hidden), self.key_proj(hidden), self.value_proj(hidden)], dim=-1)
         mixed, tail = short_convolution(projected, self.conv, tail)
@@ -308,12 +314,14 @@ class GatedDeltanet(AbstractMixer):
             for part in silu(mixed).split([width, width, width * self.config.value_factor], dim=-1)
         )
         step = softplus(self.decay_proj(hidden).to(dtype) + self.step_bias.to(dtype))
+        # The convolution sees what stands before a padded position, so that keys and values there are not nothing.
+        strength = blank_padding(self.strength_proj(hidden).to(dtype).sigmoid(), padding)
         writes = Writes(
             query=_unit(query) * self.build.head_dim**-0.5,
             key=_unit(key),
             value=value,
             log_decay=-(self.log_rate.to(dtype).exp() * step).mT,
-            strength=self.strength_proj(hidden).to(dtype).sigmoid().mT,
+            strength=strength.mT,
         )
         return writes, tail
 
@@ -337,7 +345,17 @@ class GatedDeltanet(AbstractMixer):
     ) -> Tensor:
         """Compute the chunkwise form; shapes as in `AbstractMixer.forward`. Padded positions give zeros."""
         del context  # the contract refuses one
-        return self.prefill(blank_padding(hidden, key_padding_mask))[0]
+        return self._chunked(blank_padding(hidden, key_padding_mask), None, key_padding_mask)[0]
+
+    def _chunked(
+        self, hidden: Tensor, state: GatedDeltanetState | None, padding: Tensor | None = None
+    ) -> tuple[Tensor, GatedDeltanetState]:
+        note_path("gated_deltanet.chunked")
+        if state is None:
+            state = self._start(hidden, torch.promote_types(hidden.dtype, torch.float32))
+        writes, tail = self._writes(hidden, state.tail, state.memory.dtype, padding)
+        read, memory = gated_delta_rule(writes, state.memory, chunk_len=self.config.chunk_len)
+        return self._merge(read, hidden), GatedDeltanetState(memory, tail)
 
     def reference(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
@@ -346,7 +364,7 @@ class GatedDeltanet(AbstractMixer):
         del context
         hidden = blank_padding(hidden, key_padding_mask)
         start = self._start(hidden, hidden.dtype)
-        writes, _ = self._writes(hidden, start.tail, hidden.dtype)
+        writes, _ = self._writes(hidden, start.tail, hidden.dtype, key_padding_mask)
         return self._merge(recur(writes, start.memory)[0], hidden)
 
     def init_state(
@@ -373,9 +391,4 @@ class GatedDeltanet(AbstractMixer):
 
     def prefill(self, hidden: Tensor, state: GatedDeltanetState | None = None) -> tuple[Tensor, GatedDeltanetState]:
         """Compute the chunkwise form for positions `[B, n, E]`, from the memory of those before."""
-        note_path("gated_deltanet.chunked")
-        if state is None:
-            state = self._start(hidden, torch.promote_types(hidden.dtype, torch.float32))
-        writes, tail = self._writes(hidden, state.tail, state.memory.dtype)
-        read, memory = gated_delta_rule(writes, state.memory, chunk_len=self.config.chunk_len)
-        return self._merge(read, hidden), GatedDeltanetState(memory, tail)
+        return self._chunked(hidden, state)

@@ -191,6 +191,7 @@ class GlobalPooling(AbstractMixer):
         """Add positions `[B, n, E]` to the sum one after another and return each mean, projected, O(B n E^2)."""
         if state is None:
             state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
+        self._require_batch(hidden, state.total)
         value: Tensor = self.value_proj(hidden)
         totals = state.total + value.cumsum(1, dtype=state.total.dtype)
         length = state.length + hidden.shape[1]

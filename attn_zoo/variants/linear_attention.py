@@ -129,7 +129,9 @@ class LinearAttention(AbstractAttention):
         return feature_sums.attend(*features, eps=self.config.eps, chunk_len=chunk_len).to(query.dtype)
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute equation 4 with its weights written out, dense, in the dtype of the inputs, without dropout."""
+        """Compute equation 4 with its weights written out, dense, without dropout; in float32 at least."""
+        dtype = query.dtype
+        query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
         key, value = (expand_kv_heads(blank_padding(x, key_padding_mask), query.shape[1]) for x in (key, value))
         products = feature_map(query) @ feature_map(key).mT  # [B, H, L, S]
         keep = keep_mask(
@@ -141,7 +143,7 @@ class LinearAttention(AbstractAttention):
         )
         if keep is not None:
             products = products.masked_fill(~keep, 0.0)
-        return (products / (products.sum(-1, keepdim=True) + self.config.eps)) @ value
+        return ((products / (products.sum(-1, keepdim=True) + self.config.eps)) @ value).to(dtype)
 
     def init_state(
         self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
@@ -167,4 +169,5 @@ class LinearAttention(AbstractAttention):
 
     def _wide(self, query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return phi(Q), phi(K) and the values in the dtype of the state."""
+        self._require_batch(query, state)
         return feature_map(query.to(state.dtype)), feature_map(key.to(state.dtype)), value.to(state.dtype)

@@ -96,7 +96,7 @@ class LinformerConfig(VariantConfig):
 def _products(shape: Shape) -> tuple[float, float]:
     """Return FLOPs of the compression and of the attention to what is compressed; k is the mean over layers."""
     config = shape.config or LinformerConfig()
-    rank = _mean_rank(config, shape.key_len)
+    rank = _mean_rank(config, shape)
     num_rows = {"linear": rank, "conv": 1.0, "mean_pool": 0.0}[config.projection]  # that one token is multiplied into
     if _is_compress_first(config, shape):  # hidden states and, for the bias, ones
         width = (shape.embed_dim + 1) * (1 if config.sharing in ("key_value", "layerwise") else 2)
@@ -122,7 +122,7 @@ def linformer_projection_flops(shape: Shape) -> int:
     config = shape.config or LinformerConfig()
     if not _is_compress_first(config, shape):
         return shape.multi_head_flops
-    rank = _mean_rank(config, shape.key_len)
+    rank = _mean_rank(config, shape)
     rows = shape.query_len * shape.num_heads + rank * shape.num_kv_heads
     return round(4 * shape.batch_size * shape.embed_dim * shape.head_dim * rows)
 
@@ -141,27 +141,31 @@ def _is_compress_first(config: LinformerConfig, shape: Shape) -> bool:
     return shape.form == "mixer" and config.layout != "project_first" and is_exact
 
 
-def _mean_rank(config: LinformerConfig, key_len: int) -> float:
-    ranks = _ranks(config, key_len)
+def _mean_rank(config: LinformerConfig, shape: Shape) -> float:
+    ranks = _ranks(config, shape)
     if config.projection != "linear":  # as many as there are windows
-        ranks = [-(-key_len // -(-key_len // rank)) for rank in ranks]
+        ranks = [-(-shape.key_len // width) for width in _widths(config, shape)]
     return sum(ranks) / len(ranks)
 
 
 def linformer_bytes(shape: Shape, itemsize: int) -> int:
     """Count queries, keys, values and E and F, or their filters, read once and the output written once."""
     config = shape.config or LinformerConfig()
-    ranks = _ranks(config, shape.key_len)
     if config.projection == "linear":
-        sizes = [shape.key_len * rank for rank in ranks]
+        sizes = [shape.key_len * rank for rank in _ranks(config, shape)]
     else:  # a filter, or nothing, for each window
-        sizes = [-(-shape.key_len // rank) if config.projection == "conv" else 0 for rank in ranks]
+        sizes = [width if config.projection == "conv" else 0 for width in _widths(config, shape)]
     num_matrices = {"none": 2 * shape.num_kv_heads, "headwise": 2, "key_value": 1, "layerwise": 1}[config.sharing]
     return shape.io_bytes(itemsize) + round(num_matrices * sum(sizes) / len(sizes)) * itemsize
 
 
-def _ranks(config: LinformerConfig, key_len: int) -> list[int]:
-    return [min(rank, key_len) for rank in config.ranks]
+def _ranks(config: LinformerConfig, shape: Shape) -> list[int]:
+    return [min(rank, shape.max_seq_len) for rank in config.ranks]
+
+
+def _widths(config: LinformerConfig, shape: Shape) -> list[int]:
+    """Return the positions of a window in each layer."""
+    return [-(-shape.max_seq_len // rank) for rank in _ranks(config, shape)]
 
 
 def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> AbstractMixer:

@@ -258,5 +258,6 @@ class Performer(AbstractAttention):
 
     def _wide(self, query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return phi(Q), phi(K) and the values in the dtype of the state."""
+        self._require_batch(query, state)
         query, key, value = (x.to(state.dtype) for x in (query, key, value))
         return self._query_features(query), self._key_features(key), value

@@ -26,6 +26,7 @@ from torch.nn.functional import dropout, pad
 from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.attention.masks import blank_padding, causal_keep, masked_softmax
 from attn_zoo.kernels.blocks.call import merge_attention
+from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_mixer
@@ -121,6 +122,7 @@ def reformer_projection_bytes(shape: Shape, itemsize: int) -> int:
     return _num_weights(shape) * itemsize
 
 
+@in_own_dtype
 def choose_buckets(query: Tensor, rotations: Tensor, config: ReformerConfig, padding: Tensor | None) -> Tensor:
     """Return h(q) of every round, int64 `[B, H, R, L]`: 0 to b - 1, and above them one bucket of all padding.
 

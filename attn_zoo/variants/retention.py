@@ -246,6 +246,7 @@ class Retention(AbstractMixer):
         """Compute the recurrent form for one position `[B, 1, E]`: O(B H D V)."""
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
+        self._require_batch(hidden, state.sums)
         query, key, value = self._project(hidden, state.sums.dtype, state.position)
         retained, sums = recur(query, key, value, self._decay(query), state.sums)
         return self._merge(retained, hidden), RetentionState(sums, state.position + 1)
@@ -254,6 +255,7 @@ class Retention(AbstractMixer):
         """Compute the chunkwise form for positions `[B, n, E]`, from the sums of those before."""
         if state is None:
             state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
+        self._require_batch(hidden, state.sums)
         query, key, value = self._project(hidden, state.sums.dtype, state.position)
         decay, chunk_len = self._decay(query), self.config.chunk_len
         retained, sums = chunked_sums(query, key, value, chunk_len=chunk_len, decay=decay, start=state.sums)

@@ -373,7 +373,8 @@ class S4d(AbstractMixer):
         # A = -1 / 2 + i pi n for every feature. Rates and frequencies are lists, `[E N / 2]`: what decays matrices in a
         # training would pull them to zero.
         self.log_rate = nn.Parameter(torch.full((embed_dim * num_pairs,), 0.5).log())
-        self.frequency = nn.Parameter(math.pi * torch.arange(num_pairs).float().repeat(embed_dim))
+        order = torch.arange(num_pairs, dtype=self.log_step.dtype)
+        self.frequency = nn.Parameter(math.pi * order.repeat(embed_dim))
         # C: real and imaginary parts of variance 1 / 2, `[1 or 2, E, N / 2, 2]`.
         shape = _num_directions(build.is_causal), embed_dim, num_pairs, 2
         self.readout = nn.Parameter(torch.empty(shape).normal_(std=0.5**0.5))
@@ -438,6 +439,7 @@ class S4d(AbstractMixer):
         """Compute the discrete form for one position `[B, 1, E]`: O(B E N)."""
         if hidden.dim() != 3 or hidden.shape[1] != 1:
             raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
+        self._require_batch(hidden, state)
         tokens, space = hidden.to(state.dtype), self._space()
         decay = space.decay(1, state.dtype)
         memory = decay * torch.view_as_complex(state) + tokens.mT  # [B, E, N / 2]
@@ -452,6 +454,7 @@ class S4d(AbstractMixer):
         tables = space.tables(length, tokens.dtype)
         read, memory = _convolved(tokens, space.weight, tables), gather(tokens.mT, tables)
         if state is not None:
+            self._require_batch(hidden, state)
             before = torch.view_as_complex(state)
             by_first, by_last = (space.decay(count, state.dtype) for count in (1, length))
             read = read + respond(space.weight[0] * by_first * before, tables, length).mT

@@ -198,4 +198,5 @@ class WordConvolution(AbstractMixer):
         if state is None:
             state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
         tokens = torch.cat([state, hidden], dim=1)
-        return self._gated(tokens), tokens[:, -self.span :].contiguous()
+        kept = tokens[:, -self.span :].to(state.dtype)  # autocast concatenates in the wider type
+        return self._gated(tokens), kept.contiguous()

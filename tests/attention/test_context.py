@@ -73,3 +73,4 @@ def test_requests_and_shapes_say_the_same_as_the_context():
     assert (shape.batch_size, shape.query_len, shape.key_len, shape.config) == (3, 10, 10, "c")
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.is_causal) == (4, 2, 8, True)
     assert build.shape(3, 10, 7).key_len == 7
+    assert shape.max_seq_len == build.max_seq_len > 10

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -114,6 +115,69 @@ def test_prefill_refuses_what_step_refuses():
         build_mixer("linformer", BUILD).prefill(torch.randn(1, 3, 8))
     with pytest.raises(UnsupportedError, match="decoding needs is_causal=True"):
         build_mixer("full", BUILD).prefill(torch.randn(1, 3, 8))
+
+
+DECODING = [name for name in variants if variants[name].capabilities.decode != "none"]
+
+
+def forms(name: str, max_seq_len: int = 16) -> Iterator[tuple[Any, Callable[[int, int], tuple[Tensor, ...]]]]:
+    """Yield the causal module in each form that the variant has, and what draws its tokens, by batch and length."""
+    build = replace(BUILD, is_causal=True, max_seq_len=max_seq_len)
+    if variants[name].attention is not None:
+        yield build_attention(name, build).eval(), lambda batch, length: heads(length, batch)
+    yield build_mixer(name, build).eval(), lambda batch, length: (torch.randn(batch, length, 8),)
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_a_prefill_of_nothing_is_refused(name):
+    for module, draw in forms(name):
+        _, state = module.prefill(*draw(2, 3))
+        for before in (state, module.init_state(2), None):
+            with pytest.raises(ValueError, match=r"prefill: expected at least one token; got \[2, "):
+                module.prefill(*draw(2, 0), before)
+
+
+def test_a_variant_that_only_steps_refuses_a_prefill_of_nothing():
+    class Steps(AbstractMixer):
+        def forward(
+            self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
+        ) -> Tensor:
+            return hidden
+
+        def step(self, hidden: Tensor, state: None) -> tuple[Tensor, None]:
+            return hidden, state
+
+        def init_state(self, batch_size: int, **options: Any) -> None:
+            """Return nothing."""
+
+    mixer, hidden = Steps(None, BUILD), torch.randn(2, 3, 8)
+    assert torch.equal(mixer.prefill(hidden=hidden)[0], hidden)
+    with pytest.raises(ValueError, match=r"prefill: expected at least one token; got \[2, 0, 8\]"):
+        mixer.prefill(hidden=hidden[:, :0])
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_tokens_are_of_as_many_sequences_as_the_state(name):
+    for module, draw in forms(name):
+        for of_state, of_tokens in ((3, 1), (1, 3)):
+            _, state = module.prefill(*draw(of_state, 3))
+            for read, length in ((module.step, 1), (module.prefill, 2)):
+                with pytest.raises((ValueError, RuntimeError), match=r"expected|Expected"):
+                    read(*draw(of_tokens, length), state)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODING if variants[name].capabilities.decode == "recurrent"])
+def test_a_state_of_constant_size_goes_on_beyond_the_length_it_was_built_for(name):
+    (short, draw), (long, _) = list(forms(name, 4))[-1], list(forms(name, 12))[-1]
+    short.load_state_dict(long.state_dict())
+    (hidden,) = draw(2, 12)
+    output, state = short.prefill(hidden[:, :5])
+    rows = [output]
+    for i in range(5, 8):
+        row, state = short.step(hidden[:, i : i + 1], state)
+        rows.append(row)
+    rows.append(short.prefill(hidden[:, 8:], state)[0])
+    torch.testing.assert_close(torch.cat(rows, dim=1), long(hidden))
 
 
 def test_a_carry_moves_from_layer_to_layer():

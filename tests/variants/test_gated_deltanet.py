@@ -48,7 +48,8 @@ def by_the_definition(mixer: Any, hidden: Tensor, mask: Tensor | None) -> Tensor
     """Write equation 10 as it stands in the paper, S = S (alpha (1 - beta k k^T)) + beta v k^T, S as `[V, D]`."""
     output, width = torch.zeros_like(hidden), HEADS * DIM
     for entry, tokens in enumerate(hidden):
-        rows = tokens if mask is None else tokens.masked_fill(mask[entry, :, None], 0.0)
+        is_padding = torch.zeros(len(tokens), dtype=torch.bool) if mask is None else mask[entry]
+        rows = tokens.masked_fill(is_padding[:, None], 0.0)
         query = convolved(mixer, mixer.query_proj, rows, 0)
         key = convolved(mixer, mixer.key_proj, rows, width)
         value = convolved(mixer, mixer.value_proj, rows, 2 * width)
@@ -60,7 +61,7 @@ def by_the_definition(mixer: Any, hidden: Tensor, mask: Tensor | None) -> Tensor
             for t, row in enumerate(rows):
                 step = math.log1p(math.exp(float(mixer.decay_proj(row)[head] + mixer.step_bias[head])))
                 alpha = math.exp(-math.exp(float(mixer.log_rate[head])) * step)
-                beta = 1 / (1 + math.exp(-float(mixer.strength_proj(row)[head])))
+                beta = 0.0 if is_padding[t] else 1 / (1 + math.exp(-float(mixer.strength_proj(row)[head])))
                 k, q = (x[t, mine] / (x[t, mine].square().sum() + LENGTH_EPS).sqrt() for x in (key, query))
                 memory = memory @ (alpha * (torch.eye(DIM, dtype=torch.float64) - beta * torch.outer(k, k)))
                 memory = memory + beta * torch.outer(values[t], k)
@@ -81,6 +82,13 @@ def test_both_paths_are_the_definition(length: int, has_padding: bool, options: 
     expected = by_the_definition(mixer, hidden, mask)
     for run in (mixer, mixer.reference):
         torch.testing.assert_close(run(hidden, key_padding_mask=mask), expected, rtol=0, atol=1e-11)
+
+
+def test_a_row_of_nothing_has_a_gradient_in_float16():
+    mixer, hidden = make().half(), draw(9).half()
+    for run in (mixer, mixer.reference):
+        output = run(hidden, key_padding_mask=padding_for(9))
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(output.sum(), [*mixer.parameters()]))
 
 
 def written(length: int, *, log_decay: float, strength: float) -> Writes:

@@ -87,6 +87,13 @@ def test_both_paths_are_the_definition(
         torch.testing.assert_close(run(*inputs, key_padding_mask=padding), expected, rtol=0, atol=1e-13)
 
 
+def test_the_reference_reads_many_tokens_in_float16():
+    inputs = [torch.full((1, HEADS, 2000, DIM), 3.0, dtype=torch.float16) for _ in range(3)]  # weights of 64
+    output = make().reference(*inputs)
+    assert output.dtype == torch.float16
+    torch.testing.assert_close(output, inputs[2])
+
+
 @pytest.mark.parametrize("length", [1, CHUNK_LEN - 1, CHUNK_LEN, CHUNK_LEN + 1, 3 * CHUNK_LEN, 200])
 @pytest.mark.parametrize("past", [0, 5, 70, -3])
 @pytest.mark.parametrize("has_padding", [False, True])

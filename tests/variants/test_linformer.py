@@ -22,6 +22,7 @@ from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.kernels.exact.row_chunks import CHUNK_SCORES
 from attn_zoo.kernels.trace import recording
+from attn_zoo.measure.flop_count import count_operations
 from attn_zoo.registry import variants
 from attn_zoo.variants.linformer import LinformerAttention, LinformerConfig, linformer_flops
 
@@ -190,6 +191,27 @@ def test_each_layer_has_its_own_rank():
 
 def test_no_more_rows_are_made_than_positions():
     assert make(proj_len=1000).proj_len == N
+
+
+@pytest.mark.parametrize("options", EVERY, ids=str)
+@pytest.mark.parametrize("key_len", [6, 65, N])
+def test_claims_know_the_length_that_matrices_and_windows_are_made_for(options: dict[str, Any], key_len: int):
+    """A matrix has 10 columns where there are 6 tokens; a window has 13 positions."""
+    attention, variant = make(**options), variants["linformer"]
+    mixer: Any = build_mixer("linformer", BUILD, **{"proj_len": K, **options})
+    projected = heads(40), heads(key_len, seed=1), heads(key_len, seed=2)
+    hidden, context = torch.randn(2, 40, 12), torch.randn(2, key_len, 12)
+    shape = BUILD.shape(2, 40, key_len, attention.config)
+    for of_form, call in (
+        (shape, lambda: attention(*projected)),
+        (replace(shape, form="mixer"), lambda: mixer(hidden, context=context)),
+    ):
+        counted = count_operations(call)
+        assert counted is not None
+        assert counted.products == pytest.approx(variant.flops(of_form), rel=0.01)
+    is_filter = options.get("projection") == "conv"
+    num_read = sum((weight if is_filter else weight[:, :key_len]).numel() for weight in attention.parameters())
+    assert variant.min_bytes(shape, 4) == shape.io_bytes(4) + 4 * num_read
 
 
 def test_initial_matrices_keep_the_variance_of_the_tokens():

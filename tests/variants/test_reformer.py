@@ -113,6 +113,14 @@ def test_both_paths_are_the_definition(length: int, is_causal: bool, has_padding
         torch.testing.assert_close(run(hidden, key_padding_mask=mask), expected, rtol=0, atol=1e-10)
 
 
+def test_autocast_changes_no_bucket():
+    mixer = make(build={"max_seq_len": 400}, dtype=torch.float32)
+    query = torch.randn(1, HEADS, 400, DIM)
+    expected = reformer.choose_buckets(query, mixer.rotations, mixer.config, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(reformer.choose_buckets(query, mixer.rotations, mixer.config, None), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{"chunk_len": 16}, {"chunk_len": 12, "num_buckets": 6}], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -30,6 +30,17 @@ def make(is_causal: bool = True, *, build: dict[str, Any] | None = None, **optio
     return build_mixer("s4d", BuildContext(**{**sizes, **(build or {})}), **{"state_dim": 6, **options}).double().eval()
 
 
+def test_frequencies_are_of_the_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        mixer: Any = build_mixer("s4d", BuildContext(embed_dim=EMBED, num_heads=1, max_seq_len=8), state_dim=6)
+    finally:
+        torch.set_default_dtype(before)
+    assert {parameter.dtype for parameter in mixer.parameters()} == {torch.float64}
+    assert mixer.frequency.tolist() == [0.0, math.pi, 2 * math.pi] * EMBED
+
+
 def draw(length: int, embed_dim: int = EMBED, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(length + seed)
     return torch.randn(BATCH, length, embed_dim, generator=generator, dtype=torch.float64)

@@ -116,6 +116,17 @@ def test_prefill_and_steps_equal_the_forward_and_keep_the_last_tokens(options: d
         make().init_state(1)
 
 
+def test_a_state_keeps_its_dtype_under_autocast():
+    """A norm hands on float32, and autocast concatenates in the wider type."""
+    mixer, hidden = make(True).float(), draw().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = mixer.init_state(BATCH, dtype=torch.bfloat16)
+        for piece in (hidden[:, :4], hidden[:, 4:5]):
+            output, state = mixer.prefill(piece, state)
+            assert state.dtype == torch.bfloat16
+        assert torch.equal(output, mixer(hidden[:, :5])[:, 4:])
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_flops_and_bytes_are_those_that_run(options: dict[str, Any], is_causal: bool):
