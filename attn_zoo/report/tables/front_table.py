@@ -73,7 +73,8 @@ def front_table(analysis: Analysis) -> Table | None:
     for one in scores:
         columns.append(replace(_column(one.heading, one.key, one.priority), brief=_brief_floor))
         for row in rows:
-            row[one.key] = one.texts.get(row["variant"], "not trained")
+            missing = "no mean" if row["variant"] in one.without else "not trained"
+            row[one.key] = one.texts.get(row["variant"], missing)
     rows.insert(0, best)
     return Table(
         name="front",
@@ -143,7 +144,7 @@ NOT_IN_TURNS = "(apart)"
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """A column: its heading, what it says of each label, and whose score is the best.
+    """A column: its heading, what it says of each label, whose score is the best, and which labels have parts of one.
 
     A mean goes before the scores that it is made of.
     """
@@ -152,6 +153,7 @@ class _Scores:
     heading: str
     texts: dict[str, str]
     best: str
+    without: frozenset[str] = frozenset()
     priority: float = 0.6
 
 
@@ -162,9 +164,9 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
         means = each.means
         if means:
             texts = {label: each.metric.show(mean) + one_seed(each.num_seeds(label)) for label, mean in means.items()}
-            texts |= dict.fromkeys({*each.labels, *each.without} - means.keys(), "no mean")
             best = _best({label: (label, mean) for label, mean in means.items()}, analysis)
-            columns.append(_Scores(each.name, _mean_heading(each), texts, best or "none", priority=0.7))
+            others = frozenset((*each.labels, *each.without))
+            columns.append(_Scores(each.name, _mean_heading(each), texts, best or "none", others, priority=0.7))
     groups = shown_groups(analysis)
     has_one_kind = len({(group.setting.protocol, group.metric.name) for group in groups}) == 1
     for group in groups:

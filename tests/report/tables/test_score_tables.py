@@ -321,14 +321,18 @@ def test_the_front_says_what_has_no_mean_who_is_level_and_which_tasks_have_no_sc
     lost = [accuracy("full", seed, None, task="a0", status="diverged") for seed in range(3)]
     tasks = {task: {"full": 1.0, "linformer": 1.0, "bigbird": 0.5} for task in "abcd"}
     records = [*lost, *(one for task, values in tasks.items() for one in runs(task, values))]
-    records += runs("e", {"full": 0.5, "linformer": 0.5, "bigbird": 0.5, "luna": 0.9})
+    records += runs("e", {"full": 0.5, "linformer": 0.5, "bigbird": 0.5}) + runs("f", {"luna": 0.9})
     front = front_table(analyse([write_run(tmp_path / "run", records)]))
     assert front is not None
     assert "a0 (short)" not in [column.heading for column in front.columns]
     rows = {row[0]: row for row in front.texts()}
     assert rows["best"][1:3] == ["full or linformer", "full or linformer (by mean)"]
-    assert rows["luna"][1] == "no mean"
-    assert "Not in this table: a0 (short), e (short)." in front.note
+    assert "luna" not in rows, "it has a score in no task of the table"
+    assert "Not in this table: a0 (short), e (short), f (short)." in front.note
+    records += runs("a", {"moba": 0.9})
+    front = front_table(analyse([write_run(tmp_path / "more", records)]))
+    assert front is not None
+    assert {row[0]: row[1] for row in front.texts()}["moba"] == "no mean"
 
 
 def test_what_may_depend_on_padding_is_named_where_batches_were_padded(tmp_path):
