@@ -31,7 +31,8 @@ from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, PartT, Rows, grid
 
-_BLANK, _MARKER, _FIRST_SYMBOL = 1, 2, 3
+FIRST_SYMBOL = 3
+_BLANK, _MARKER = 1, 2
 _WORDS = {PAD: "_", _BLANK: ".", _MARKER: "?"}
 
 
@@ -57,7 +58,7 @@ def copying_rows(symbols: NDArray[np.int64], places: NDArray[np.int64], seq_len:
     count, num_tokens = symbols.shape
     tokens = np.full((count, seq_len), _BLANK, np.int64)
     labels = np.full((count, seq_len), IGNORED_LABEL, np.int64)
-    np.put_along_axis(tokens, places, symbols + _FIRST_SYMBOL, 1)
+    np.put_along_axis(tokens, places, symbols + FIRST_SYMBOL, 1)
     tokens[:, seq_len - num_tokens :] = _MARKER
     labels[:, seq_len - num_tokens :] = symbols
     return Rows(tokens, labels)
@@ -70,12 +71,12 @@ class AbstractCopyingTask(AbstractGeneratedTask[PartT]):
 
     @property
     def spec(self) -> TaskSpec:
-        return self.drawn_spec(_FIRST_SYMBOL + self.config.num_symbols, self.config.num_symbols)
+        return self.drawn_spec(FIRST_SYMBOL + self.config.num_symbols, self.config.num_symbols)
 
     def floors_on(self, test: Split) -> dict[str, float]:
         """Return rules that know which symbols there are but not their order, and the best constant per position."""
         train = self.split("train")
-        options = test.tokens.numpy().astype(np.int64) - _FIRST_SYMBOL
+        options = test.tokens.numpy().astype(np.int64) - FIRST_SYMBOL
         floors = context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_symbols)
         position = position_majority_floor(train.labels.numpy(), test.labels.numpy())
         return {**floors, "majority_of_position": position}
@@ -86,7 +87,7 @@ class AbstractCopyingTask(AbstractGeneratedTask[PartT]):
         return f"{' '.join(self.symbols(example.tokens))} -> {answer}"
 
     def symbols(self, tokens: Tensor) -> list[str]:
-        return [_WORDS.get(token, f"s{token - _FIRST_SYMBOL}") for token in tokens.tolist()]
+        return [_WORDS.get(token, f"s{token - FIRST_SYMBOL}") for token in tokens.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,11 +23,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
-from attn_zoo.tasks.floors.lookup_rules import context_floors
+from attn_zoo.tasks.floors.lookup_rules import context_floors, vote_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
@@ -62,6 +63,11 @@ class InductionLevel(GeneratedLevel[InductionPart]):
     """
 
     num_symbols: int = 16
+
+
+def _options(tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the class of each token, negative where it is no symbol."""
+    return tokens.astype(np.int64) - _FIRST_SYMBOL
 
 
 @final
@@ -107,10 +113,13 @@ class Induction(AbstractGeneratedTask[InductionPart]):
         return Rows(tokens, labels)
 
     def floors_on(self, test: Split) -> dict[str, float]:
-        """Return rules that name a symbol of the row without looking for the marker."""
-        train = self.split("train")
-        options = test.tokens.numpy().astype(np.int64) - _FIRST_SYMBOL
-        return context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_symbols)
+        """Return rules that name a symbol of the row without looking for the marker.
+
+        `vote_of_places` knows the distances at which the level puts it, not which of them this row has.
+        """
+        train, size = self.split("train"), self.config.num_symbols
+        floors = context_floors(_options(test.tokens.numpy()), test.labels.numpy(), train.labels.numpy(), size)
+        return {**floors, "vote_of_places": vote_floor(train, test, _options, size)}
 
     def show(self, example: Example) -> str:
         """Return such as `s3 s1 ! s7 s2 s1 ! -> s7`."""

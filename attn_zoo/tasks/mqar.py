@@ -35,7 +35,7 @@ from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
-from attn_zoo.tasks.floors.lookup_rules import context_floors
+from attn_zoo.tasks.floors.lookup_rules import context_floors, vote_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import PAD, AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
@@ -161,7 +161,8 @@ class MultiQueryRecall(AbstractGeneratedTask[RecallPart]):
         """Return rules that name a value without looking at the key that is asked.
 
         `asked_in_order`: the value of the first pair for the first question, and so on. The law by which questions are
-        placed, drawn pair after pair, favours early slots, so early pairs tend to be asked first.
+        placed, drawn pair after pair, favours early slots, so early pairs tend to be asked first. `vote_of_places`
+        says how often: of the r-th question it knows how likely it asks for each pair.
         """
         train = self.split("train")
         options, labels = test.tokens.numpy().astype(np.int64) - self._first_value, test.labels.numpy()
@@ -169,7 +170,11 @@ class MultiQueryRecall(AbstractGeneratedTask[RecallPart]):
         is_question = labels != IGNORED_LABEL
         number = np.where(is_question, is_question.cumsum(1) - 1, 0)
         in_order = np.take_along_axis(options, 2 * number + 1, 1) == labels
-        return {**floors, "asked_in_order": float(in_order[is_question].mean())}
+        # Values stand at odd positions, questions at even ones.
+        vote = vote_floor(
+            train, test, lambda tokens: tokens[:, 1::2].astype(np.int64) - self._first_value, self.spec.num_classes
+        )
+        return {**floors, "asked_in_order": float(in_order[is_question].mean()), "vote_of_places": vote}
 
     def show(self, example: Example) -> str:
         """Return such as `k3 v7 k5 v1 . . k5? -> v1`."""

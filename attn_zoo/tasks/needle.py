@@ -8,6 +8,9 @@ scratch:
     depth: place of the asked needle, 0 % at the start and 100 % at the end; drawn uniformly within a band, and shown
     by the middle of the band. The other needles lie anywhere.
 One look at the right place is enough: what is tested is how far a mechanism sees, not whether it learns to look twice.
+Nor does it test whether order or distance is known: key and value are one token, so a bag of the tokens holds the
+answer (reference `bag_of_tokens`: a linear model for each question, 100 %). A mechanism fails where it does not see the
+needle, or cannot tell it from so much filler.
 
 Levels, all with accuracy against length and depth (a heat map), 4 needles:
     short: for CPUs: 32 to 128 tokens, 5 bands of depth.
@@ -26,15 +29,18 @@ from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.registry import register_task
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, SplitName, TaskSpec
+from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.floors.lookup_rules import context_floors
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
 _FIRST_FILLER = 1
+_MOST_FITTED = 3_000  # rows of train for each question: there are some 150 tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +157,28 @@ class Needle(AbstractGeneratedTask[NeedlePart]):
         is_needle = (tokens >= self._first_needle) & (tokens < self._first_question)
         options = np.where(is_needle, (tokens - self._first_needle) % self.config.num_values, -1)
         return context_floors(options, test.labels.numpy(), train.labels.numpy(), self.config.num_values)
+
+    def references(self) -> dict[str, float]:
+        """Return `bag_of_tokens`: logistic regression on how often each token occurs, one for each question asked.
+
+        Fitted on at most 3 000 evenly spaced rows of train for each question.
+        """
+        counts, asked, labels = self._bags("train")
+        test_counts, test_asked, test_labels = self._bags("test")
+        right = 0.0
+        for question in np.unique(test_asked):
+            known, wanted = np.flatnonzero(asked == question), test_asked == question
+            known = known[:: -(-len(known) // _MOST_FITTED)]  # of all lengths and depths, which follow each other
+            right += wanted.sum() * linear_floor(counts[known], labels[known], test_counts[wanted], test_labels[wanted])
+        return {"bag_of_tokens": float(right / len(test_asked))}
+
+    def _bags(self, name: SplitName) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+        """Return how often each token occurs in each row, which question it asks, and the answer."""
+        split = self.split(name)
+        tokens, lengths = split.tokens.numpy(), split.lengths.numpy()
+        last = np.arange(len(tokens)), lengths - 1
+        counts = byte_histogram(tokens, self.spec.vocab_size) * lengths[:, None].astype(np.float32)
+        return counts, tokens[last].astype(np.int64), split.labels.numpy()[last].astype(np.int64)
 
     def show(self, example: Example) -> str:
         """Return such as `.. k3v7 .. k5v1 .. k3? -> v7`; two dots are any amount of filler."""

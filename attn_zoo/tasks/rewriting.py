@@ -19,16 +19,17 @@ token first. Chance is uniform over the symbols and the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attn_zoo.registry import register_task
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL, Example, Split, TaskSpec
-from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor
+from attn_zoo.tasks.floors.lookup_rules import context_floors, position_majority_floor, vote_floor
 from attn_zoo.tasks.generated.draws import Draws
 from attn_zoo.tasks.generated.generated_task import AbstractGeneratedTask, GeneratedLevel, Part, Rows, grid
 
@@ -114,7 +115,9 @@ class Rewriting(AbstractGeneratedTask[Part]):
     def floors_on(self, test: Split) -> dict[str, float]:
         """Return rules that know the symbols of the source but not their order, and the best constant per position.
 
-        The rules of the first kind also know where the end is.
+        The rules of the first kind also know where the end is. So does, for `sort`, `vote_of_places`, whose places are
+        the keys: it knows that a small key tends to be an early one, and compares no two. `reverse` has no such floor:
+        there, to know the place is all of the task.
         """
         train = self.split("train")
         labels = test.labels.numpy()
@@ -124,9 +127,22 @@ class Rewriting(AbstractGeneratedTask[Part]):
         symbols = np.where(labels == _END, IGNORED_LABEL, labels)
         context = context_floors(np.where(is_symbol, tokens, -1), symbols, train.labels.numpy(), size)
         end_frac = float((labels == _END).sum() / (labels != IGNORED_LABEL).sum())
+        if self.config.rule == "sort":
+            asked, learnt = (
+                replace(split, labels=split.labels.masked_fill(split.labels == _END, IGNORED_LABEL))
+                for split in (test, train)
+            )
+            context["vote_of_places"] = vote_floor(learnt, asked, self._symbol_of_each_key, size)
         known = {name: end_frac + (1.0 - end_frac) * value for name, value in context.items() if name != "majority"}
         position = position_majority_floor(train.labels.numpy(), labels)
         return {"majority_of_position": position, **known}
+
+    def _symbol_of_each_key(self, pairs: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return from sources `[n, L]` of `sort` the symbol of each key `[n, num_keys]`, -1 where it does not occur."""
+        keys = pairs[:, 0::2].astype(np.int64) - _FIRST_SYMBOL - self.config.num_symbols
+        symbols = np.full((len(pairs), self.config.num_keys), -1)
+        np.put_along_axis(symbols, keys, pairs[:, 1::2].astype(np.int64), 1)
+        return symbols
 
     def show(self, example: Example) -> str:
         """Return such as `s3 s7 s1 -> s1 s7 s3 .`."""

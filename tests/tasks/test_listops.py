@@ -14,7 +14,7 @@ import torch
 
 from attn_zoo.errors import ConfigError, FolderError, UnknownNameError
 from attn_zoo.registry import tasks
-from attn_zoo.tasks import AbstractTask, SplitName
+from attn_zoo.tasks import AbstractTask, Split, SplitName
 from attn_zoo.tasks import listops as listops_module
 from attn_zoo.tasks.expressions import OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
@@ -136,7 +136,8 @@ def test_floors_are_what_simple_rules_score():
     assert floors["root_operator"] == pytest.approx(np.mean([bool(x) for x in right]))
     majority = torch.bincount(train.labels.long()).argmax()
     assert floors["majority"] == pytest.approx((test.labels == majority).float().mean().item())
-    assert 0.1 < floors["majority"] < floors["root_operator"] < floors["symbol_histogram"] < 0.5
+    assert 0.1 < floors["majority"] < floors["root_operator"] < floors["symbol_histogram"] < 0.38
+    assert 0.40 < floors["histogram_and_ends"] < task.references()["reads_depth_1"]
 
 
 @pytest.mark.parametrize("has_unknown_root", [False, True])
@@ -151,6 +152,40 @@ def test_symbol_histogram_fits_the_digits_of_each_root_operator(with_level, monk
     with_level("tiny", TINY)
     monkeypatch.setattr(ListOps, "split", lambda _self, name: train if name == "train" else test)
     assert ListOps("tiny").floors()["symbol_histogram"] == (12 / 13 if has_unknown_root else 1.0)
+
+
+@pytest.mark.parametrize("place", [1, 4, -2, -5])
+def test_ends_are_read_from_both_sides_whatever_the_length(with_level, monkeypatch, place):
+    """Rows of 6 to 30 digits whose label is the digit at a place near an end, which their histogram hardly tells."""
+    draw = np.random.default_rng(0)
+
+    def rows(count: int, *, at_random: bool) -> Split:
+        trees = [np.array([11, *draw.integers(1, 11, draw.integers(6, 31)), 15], np.uint8) for _ in range(count)]
+        values = draw.integers(10, size=count) if at_random else [tree[place] - 1 for tree in trees]
+        return padded(trees, np.array(values, np.uint8), 40)
+
+    with_level("tiny", TINY)
+    for at_random in (False, True):
+        train, test = rows(3_000, at_random=at_random), rows(1_000, at_random=at_random)
+        monkeypatch.setattr(ListOps, "split", lambda _, name, train=train, test=test: {"train": train}.get(name, test))
+        floors = ListOps("tiny").floors()
+        if at_random:
+            assert abs(floors["histogram_and_ends"] - 0.1) < 0.04
+        else:
+            assert floors["histogram_and_ends"] > 0.99
+            assert floors["symbol_histogram"] < 0.3
+
+
+def test_rows_shorter_than_their_ends_are_padded(with_level, monkeypatch):
+    """`[MIN 3 4 ]` has two places between operator and bracket, wherever they are counted from."""
+    both = padded(
+        [np.array([11, 4, 5, 15], np.uint8), np.array([11, 5, 4, 15], np.uint8)], np.array([3, 4], np.uint8), 9
+    )
+    with_level("tiny", TINY)
+    monkeypatch.setattr(ListOps, "split", lambda *_: both)
+    floors = ListOps("tiny").floors()
+    assert floors["histogram_and_ends"] == 1.0
+    assert floors["symbol_histogram"] == 0.5
 
 
 def test_lookup_floor_falls_back_on_the_majority():
@@ -295,6 +330,7 @@ def test_the_registered_balanced_level_leaves_nothing_to_the_root_operator():
     floors = task.floors()
     assert floors["majority"] == 0.1
     assert floors["root_operator"] == 0.1
+    assert 0.40 < floors["histogram_and_ends"] < 0.46, "what balancing cannot take away either"
     assert task.references()["reads_depth_1"] > 0.15, "what balancing roots cannot take away"
 
 

@@ -102,7 +102,7 @@ def _reference(group: AccuracyGroup) -> str:
 
 
 def _padding(group: AccuracyGroup, padded: Container[str]) -> str:
-    named = [score.name for score in group.scores if score.label in padded and score.costs["padding_frac"]]
+    named = [score.name for score in group.scores if score.label in padded]
     return f"Not declared to be the same however far a batch is padded: {', '.join(named)}." if named else ""
 
 

@@ -29,7 +29,7 @@ from attn_zoo.tasks.contours.snakes import Paddles, draw_distractors, draw_targe
 from attn_zoo.tasks.generated.draws import STREAMS, RowStreams, Unseen
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
 
-_VERSION = 1  # raise it when a seed would give other pictures
+_VERSION = 2  # raise it when a seed would give other pictures
 _SPARE = 10  # one more picture in ten, to replace those that occurred before
 _PICTURES_PER_CHUNK = 1_024
 _FEW_CHUNKS = 4  # are drawn sooner than processes have started
@@ -60,13 +60,13 @@ class Pictures:
 
 
 def _inked(canvas: NDArray[np.float32], tables: Tables, paddles: Paddles, contrast: float) -> None:
-    """Draw paddles into canvases `[B, canvas]`."""
+    """Draw paddles into canvases `[B, canvas]`, in float32 throughout: which way ties of rounding go depends on it."""
     for contour in range(paddles.places.shape[1]):
         for paddle in range(paddles.places.shape[2]):
             rows = np.flatnonzero(paddles.directions[:, contour, paddle] >= 0)
             directions = paddles.directions[rows, contour, paddle]
             at = paddles.places[rows, contour, paddle][:, None] + tables.ink.offsets[directions]
-            level = (tables.ink.levels[directions] / 255 * contrast).astype(np.float32)
+            level = tables.ink.levels[directions].astype(np.float32) / np.float32(255) * np.float32(contrast)
             canvas[rows[:, None], at] = np.maximum(canvas[rows[:, None], at], level)
 
 
@@ -91,7 +91,8 @@ def _draw(scene: Scene, margin: int, streams: RowStreams, labels: Bytes) -> Pict
             rows, columns, levels = marker_levels(scene, int(row), int(column))
             image[rows, columns] = np.maximum(image[rows, columns], levels / 255)
     low, high = images.min((1, 2), keepdims=True), images.max((1, 2), keepdims=True)
-    # Halves go up, as on paper: 135 of 255, times 1.5, is 202.5; in floating point half of such ties would go down.
+    # Paddles in float32, their scaling in float64: so ties go as they do in the original's pictures, but for a few
+    # pixels of levels 127 and 128. (135 of 255, times 1.5, is 202.5 and becomes 203; 105 times 1.5 is 157.5 and 157.)
     pixels = ((images - low) * (255 / (high - low)) + 0.5).astype(np.uint8)
     return Pictures(
         pixels=pixels,

@@ -18,7 +18,7 @@ Features: TypeAlias = "NDArray[np.floating] | csr_array"
 """One row per example; sparse rows where most features are zero."""
 
 _MAX_STEPS = 200
-_ROWS_AT_ONCE = 8_192  # of a histogram, so that its index array stays small
+_TOKENS_AT_ONCE = 2**23  # of a histogram, so that its index array stays small, however long the rows
 
 
 def linear_floor(
@@ -116,8 +116,9 @@ def byte_histogram(tokens: NDArray[np.integer], vocab_size: int, *, pad_id: int 
            [0.  , 0.  , 1.  , 0.  ]], dtype=float32)
     """
     counts = np.empty((len(tokens), vocab_size), np.float32)
-    for start in range(0, len(tokens), _ROWS_AT_ONCE):
-        part = tokens[start : start + _ROWS_AT_ONCE]
+    at_once = max(1, _TOKENS_AT_ONCE // max(1, tokens.shape[1]))
+    for start in range(0, len(tokens), at_once):
+        part = tokens[start : start + at_once]
         index = part.astype(np.int64) + vocab_size * np.arange(len(part))[:, None]
         flat = np.bincount(index.ravel(), minlength=vocab_size * len(part))
         counts[start : start + len(part)] = flat.reshape(len(part), vocab_size)

@@ -1,4 +1,4 @@
-"""What trivial rules score: the most frequent label for each value of one feature, or a token of the context.
+"""What trivial rules score: the most frequent label for each value of one feature, a token of the context, a vote.
 
 A score is meant to be read beside these: on ListOps, most published accuracies are what the root operator alone gives.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,8 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask
+from attn_zoo.tasks.abstract_task import IGNORED_LABEL, AbstractTask, Split
 from attn_zoo.tasks.sources.tensor_cache import cached_tensors
+
+_MOST_TOKENS = 2**24  # of train that a vote is fitted on, for each length of rows
+_TOKENS_AT_ONCE = 2**21
+_FEWEST_SEEN = 400  # options behind a weight: that is an error of at most 0.025
 
 
 @cache
@@ -154,3 +158,85 @@ def position_majority_floor(train_labels: NDArray[np.integer], test_labels: NDAr
             right += majority_floor(train, test) * len(test) if len(train) else 0.0
             total += len(test)
     return right / total
+
+
+def vote_floor(
+    train: Split,
+    test: Split,
+    options_of: Callable[[NDArray[np.integer]], NDArray[np.integer]],
+    num_classes: int,
+) -> float:
+    """Return the test accuracy of a vote of the places of a row, each for the option that it holds.
+
+    For the i-th label of a row, place p votes with the weight
+
+        max(0, P(option at p is the i-th label, where p holds an option) - c)
+
+    as train has it, c being how often a label and an option agree by coincidence. Weights are learnt for each length of
+    rows and number of labels, which a row shows; the sum of the votes for each class decides. So the rule knows where
+    answers tend to stand and nothing of what stands around them: a model that beats it has looked. Where the place of
+    the answer does not depend on the symbols, and all are equally likely, no rule that knows places alone does better.
+
+    Neighbouring places share a weight where fewer than 400 options would be behind it. In rows of a length or number of
+    labels that train does not have, all votes weigh the same.
+
+    Args:
+        train: fitted on evenly spaced rows, 2^24 tokens of each length.
+        test: scored.
+        options_of: from tokens `[n, L]` of one length the class that each place would answer `[n, P]`, negative where
+            it holds none. Places need not be positions.
+        num_classes: classes are below this.
+    """
+    kinds = {name: _lengths_and_labels(split) for name, split in (("train", train), ("test", test))}
+    right = total = 0
+    for kind in np.unique(kinds["test"], axis=0):
+        fitted, scored = (np.flatnonzero((kinds[name] == kind).all(1)) for name in ("train", "test"))
+        length, num_labels = kind.tolist()
+        total += len(scored) * num_labels
+        weights: Sequence[NDArray[np.float64] | None] = [None] * num_labels
+        if len(fitted):
+            step = -(-len(fitted) * length // _MOST_TOKENS)
+            weights = list(_votes(_asked(train, fitted[::step], length, options_of), num_classes))
+        for options, wanted in _asked(test, scored, length, options_of):
+            rows, places = np.nonzero(options >= 0)
+            cells = rows * num_classes + options[rows, places]
+            for weight, label in zip(weights, wanted.T, strict=True):
+                votes = None if weight is None else weight[places]
+                sums = np.bincount(cells, votes, minlength=len(options) * num_classes)
+                right += int((sums.reshape(len(options), num_classes).argmax(1) == label).sum())
+    return right / total
+
+
+def _lengths_and_labels(split: Split) -> NDArray[np.int64]:
+    """Return of each row its length and how many labels it has, `[N, 2]`."""
+    num_labels = (split.labels != IGNORED_LABEL).sum(1)
+    return torch.stack([split.lengths.long(), num_labels], 1).numpy()
+
+
+def _asked(
+    split: Split, rows: NDArray[np.int64], length: int, options_of: Callable[[NDArray[np.integer]], NDArray[np.integer]]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield the options `[n, P]` and the labels in their order `[n, Q]` of some rows that are equally long."""
+    at_once = max(1, _TOKENS_AT_ONCE // length)
+    for first in range(0, len(rows), at_once):
+        some = split.select(torch.from_numpy(rows[first : first + at_once]))
+        labels = some.labels.numpy()
+        wanted = labels[labels != IGNORED_LABEL].reshape(len(labels), -1)
+        yield options_of(some.tokens[:, :length].numpy()).astype(np.int64), wanted.astype(np.int64)
+
+
+def _votes(asked: Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]], num_classes: int) -> NDArray[np.float64]:
+    """Return the weight of each place for each label, `[Q, P]`."""
+    seen = hits = labelled = offered = np.zeros(1, np.int64)
+    for options, wanted in asked:
+        is_option = options >= 0
+        seen = seen + is_option.sum(0)
+        hits = hits + np.stack([(options == label[:, None]).sum(0) for label in wanted.T])
+        labelled = labelled + np.bincount(wanted.ravel(), minlength=num_classes)
+        offered = offered + np.bincount(options[is_option], minlength=num_classes)
+    width = -(-_FEWEST_SEEN * int((seen > 0).sum()) // max(1, int(seen.sum())))
+    starts, num_places = np.arange(0, len(seen), max(1, width)), len(seen)
+    seen, hits = np.add.reduceat(seen, starts), np.add.reduceat(hits, starts, axis=1)
+    coincidence = (labelled / labelled.sum()) @ (offered / max(1, offered.sum()))
+    weights: NDArray[np.float64] = np.maximum(0.0, hits / np.maximum(1, seen) - coincidence)
+    return weights.repeat(max(1, width), axis=1)[:, :num_places]

@@ -83,7 +83,7 @@ def test_statistics_agree(ours, theirs):
         error = np.hypot(value.std() / len(value) ** 0.5, kept.std() / len(kept) ** 0.5)
         assert abs(value.mean() - kept.mean()) < 4 * error
     levels = [np.bincount(pixels.ravel(), minlength=256) / pixels.size for pixels in (x, their_x)]
-    assert abs(levels[0] - levels[1]).sum() < 0.025  # ties of rounding are a third of it, see the generator
+    assert abs(levels[0] - levels[1]).sum() < 0.012  # with ties rounded another way it is above 0.014
 
 
 def test_the_average_picture_agrees_in_every_pixel(ours, theirs):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
+from attn_zoo.tasks.floors import linear_model
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 
 
@@ -117,7 +118,8 @@ def test_a_histogram_counts_what_is_not_padding():
     assert byte_histogram(tokens, 4, pad_id=None)[0].tolist() == [0.25, 0.25, 0, 0.5]
 
 
-def test_a_histogram_of_many_rows_is_that_of_each():
+def test_a_histogram_of_many_rows_is_that_of_each(monkeypatch):
+    monkeypatch.setattr(linear_model, "_TOKENS_AT_ONCE", 7 * 8_192)
     tokens = np.random.default_rng(0).integers(0, 256, (20_000, 7)).astype(np.uint8)
     whole = byte_histogram(tokens, 257)
     rows = [0, 8_191, 8_192, 19_999]
