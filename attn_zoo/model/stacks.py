@@ -65,7 +65,7 @@ class PositionBatchNorm(nn.Module):
                 self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
                 self.running_var.lerp_(unbiased.to(self.running_var), self.momentum)
         normalised = (hidden - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
-        return normalised.to(torch.result_type(hidden, self.weight))
+        return normalised.to(torch.promote_types(hidden.dtype, self.weight.dtype))
 
 
 def make_norm(kind: NormKind, embed_dim: int) -> FeatureNorm | PositionBatchNorm:

@@ -40,7 +40,8 @@ def test_every_tolerance_takes_the_allowance() -> None:
         torch.testing.assert_close(all_three(), 5 * plain)
     assert torch.equal(all_three(), plain)
     with allowing(5.0):
-        assert working_tolerance(1.0, 0.0, 9, torch.float32) == 2.0, "what the plain computation errs by stays"
+        beside = working_tolerance(1.0, 8.0, 9, torch.float32) - working_tolerance(0.0, 8.0, 9, torch.float32)
+        assert beside == pytest.approx(2.0), "what the plain computation errs by stays"
 
 
 @pytest.mark.parametrize(
