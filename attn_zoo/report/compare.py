@@ -118,14 +118,14 @@ class Comparison:
                 said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
         for row, setting in zip(self.errors, settings_apart(self.errors), strict=True):
             name = f"{row['label']} on {row['inputs']} inputs L{row['seq_len']}" + (f" ({setting})" if setting else "")
-            if row["num_lost"]:
-                said.append(f"{name}: {_lost_words(row, 'error')}")
+            if lost := _lost_words(row, "an error"):
+                said.append(f"{name}: {lost}")
             if row["verdict"] == "worse" and row["ratio_low"] > 1 + self.limit:
                 said.append(f"{name}: {RATIO.show(row)} times the error")
         for row, setting in zip(self.scores, settings_apart(self.scores), strict=True):
             name = f"{row['label']} on {row['task']}" + (f" ({setting})" if setting else "")
-            if row["num_lost"]:
-                said.append(f"{name}: {_lost_words(row, 'score')}")
+            if lost := _lost_words(row, "a score"):
+                said.append(f"{name}: {lost}")
             if row["verdict"] == "worse" and row["loss_low"] > self.limit:
                 metric = Metric(row["metric"])
                 before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
@@ -224,9 +224,10 @@ def _worst(table: Callable[[Sequence[Row]], Table], rows: Sequence[Row], most: i
 
 
 def _lost_words(row: Row, what: str) -> str:
+    """Return what b has lost; empty for nothing."""
     if row["verdict"] == "failed in b":
-        return f"no {what} any more"
-    return f"{counted(row['num_lost'], 'seed')} failed that had {'an' if what[0] in 'aeiou' else 'a'} {what}"
+        return f"no {what.partition(' ')[2]} any more"
+    return f"{counted(row['num_lost'], 'seed')} failed that had {what}" if row["num_lost"] else ""
 
 
 def _severity(row: Row) -> tuple[int, float]:

@@ -412,6 +412,8 @@ def test_seeds_that_failed_are_worse_whatever_the_others_scored(tmp_path):
     assert "## 1 worse by more than 10 %" in found.markdown()
     (table,) = found.tables()
     assert table.texts()[0][-1] == "cannot say, 2 seeds failed"
+    other = write_run(tmp_path / "o", [accuracy("full", 7, None, status="diverged")])
+    assert compare(a, other).worse == ["full on listops: no score any more"]
     unrun = write_run(tmp_path / "c", [*after, *(replace(one, status="cancelled") for one in lost)])
     assert compare(a, unrun).worse == [], "what was not run has not failed"
     errors = [approximation("bigbird", 512, 0.1 + seed / 1e3, seed=seed) for seed in range(3)]
