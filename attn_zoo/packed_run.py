@@ -32,7 +32,7 @@ MAX_BYTES = 4 * 2**30
 _READ = re.compile(r"(run|ceilings)\.json|(cells|parts)/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,150}\.json")
 """What a reader of a results folder reads: not logs, weights, or sources."""
 
-_DAMAGES = (
+_DAMAGED = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     *(NotImplementedError, RuntimeError, EOFError, OSError, ValueError),
 )
@@ -117,7 +117,7 @@ def _unpack(path: Path, folder: Path, source: str) -> None:
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
-    except _DAMAGES as error:
+    except _DAMAGED as error:
         raise _refusal(source, f"damaged, or no packed run: {error}") from None
 
 

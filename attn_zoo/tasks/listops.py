@@ -20,7 +20,7 @@ has with one operator or another, that still lacks most examples (of several, th
 lacks any. What that cannot balance: a large MIN or a small MAX is likely only with few arguments and many large or
 small digits, so a bag of symbols and deeper floors (`attn_zoo.tasks.expressions.ladder`) are still above guessing. Nor
 does it balance the root's own arguments: a linear model that knows the symbols near both ends is right in 43 % of
-short_balanced and 37 % of lra_balanced (floor `histogram_and_ends`).
+short_balanced and 37 % of lra_balanced (floor `bag_and_ends`).
 Examples are shuffled at the end, for rare pairs fill last.
 
 Token ids are fixed: 0 padding, 1 to 10 the digits, 11 [MIN, 12 [MAX, 13 [MED, 14 [SM, 15 the closing bracket. (Long
@@ -269,7 +269,7 @@ class ListOps(AbstractCachedTask):
 
         `symbol_histogram`: logistic regression on the share of each symbol, one for each root operator, fitted on the
         first 40 000 of train. It knows one place and no order: of short expressions that tells a good deal.
-        `histogram_and_ends`: likewise on the number of each symbol, and on which symbol stands at each of the 4 places
+        `bag_and_ends`: likewise on the number of each symbol, and on which symbol stands at each of the 4 places
         behind the root operator and the 4 before its closing bracket. Many of those are arguments of the root, but the
         rule knows no nesting.
         """
@@ -286,7 +286,7 @@ class ListOps(AbstractCachedTask):
             "majority": majority_floor(*labels),
             "root_operator": lookup_floor(first[0], labels[0], first[1], labels[1]),
             "symbol_histogram": _linear_by_root(shown, test, *shares),
-            "histogram_and_ends": _linear_by_root(shown, test, *both),
+            "bag_and_ends": _linear_by_root(shown, test, *both),
         }
 
     def references(self) -> dict[str, float]:

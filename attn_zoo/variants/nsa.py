@@ -665,7 +665,7 @@ class Nsa(AbstractMixer):
         """Mix n new positions `[B, n, E]`: at once where nothing came before, else step by step."""
         if state is None:
             state = self.init_state(hidden.shape[0], device=hidden.device, dtype=hidden.dtype)
-        if state.selected.length or hidden.shape[1] == 0:
+        if state.selected.length:
             return super().prefill(hidden, state)
         heads = self._heads(hidden)
         state = self._continued(heads, state)

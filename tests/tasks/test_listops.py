@@ -137,7 +137,7 @@ def test_floors_are_what_simple_rules_score():
     majority = torch.bincount(train.labels.long()).argmax()
     assert floors["majority"] == pytest.approx((test.labels == majority).float().mean().item())
     assert 0.1 < floors["majority"] < floors["root_operator"] < floors["symbol_histogram"] < 0.38
-    assert 0.40 < floors["histogram_and_ends"] < task.references()["reads_depth_1"]
+    assert 0.40 < floors["bag_and_ends"] < task.references()["reads_depth_1"]
 
 
 @pytest.mark.parametrize("has_unknown_root", [False, True])
@@ -170,9 +170,9 @@ def test_ends_are_read_from_both_sides_whatever_the_length(with_level, monkeypat
         monkeypatch.setattr(ListOps, "split", lambda _, name, train=train, test=test: {"train": train}.get(name, test))
         floors = ListOps("tiny").floors()
         if at_random:
-            assert abs(floors["histogram_and_ends"] - 0.1) < 0.04
+            assert abs(floors["bag_and_ends"] - 0.1) < 0.04
         else:
-            assert floors["histogram_and_ends"] > 0.99
+            assert floors["bag_and_ends"] > 0.99
             assert floors["symbol_histogram"] < 0.3
 
 
@@ -184,7 +184,7 @@ def test_rows_shorter_than_their_ends_are_padded(with_level, monkeypatch):
     with_level("tiny", TINY)
     monkeypatch.setattr(ListOps, "split", lambda *_: both)
     floors = ListOps("tiny").floors()
-    assert floors["histogram_and_ends"] == 1.0
+    assert floors["bag_and_ends"] == 1.0
     assert floors["symbol_histogram"] == 0.5
 
 
@@ -330,7 +330,7 @@ def test_the_registered_balanced_level_leaves_nothing_to_the_root_operator():
     floors = task.floors()
     assert floors["majority"] == 0.1
     assert floors["root_operator"] == 0.1
-    assert 0.40 < floors["histogram_and_ends"] < 0.46, "what balancing cannot take away either"
+    assert 0.40 < floors["bag_and_ends"] < 0.46, "what balancing cannot take away either"
     assert task.references()["reads_depth_1"] > 0.15, "what balancing roots cannot take away"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -252,15 +253,19 @@ def test_greedy_decoding_equals_reading_step_by_step(monkeypatch, can_step):
         assert torch.equal(logits[:, -1].argmax(-1), written[:, position])
 
 
-def test_last_partial_batches_count(toy):
-    spec, split = toy("tokens").spec, toy("tokens").split("test")
-    protocol = resolve_protocol("cpu-small")
-    batcher = Batcher(spec, protocol, variants["full"].capabilities, "cpu")
-    objective = objective_for(spec)
+def scorer(toy) -> Callable[..., Evaluation]:
+    """Return what scores a split of the toy task of tokens by an untrained model; takes arguments of `evaluate`."""
+    spec, protocol = toy("tokens").spec, resolve_protocol("cpu-small")
+    batcher, objective = Batcher(spec, protocol, variants["full"].capabilities, "cpu"), objective_for(spec)
     model = objective.build_model(
         protocol.model_config(variant="full", options={}, vocab_size=6, max_seq_len=batcher.max_seq_len, seed=0)
     )
-    found = [evaluate(model, objective, batcher, batcher.feed(split), batch_size=size, seed=0) for size in (7, 120)]
+    return lambda split, **how: evaluate(model, objective, batcher, batcher.feed(split), seed=0, **how)
+
+
+def test_last_partial_batches_count(toy):
+    scored, split = scorer(toy), toy("tokens").split("test")
+    found = [scored(split, batch_size=size) for size in (7, 120)]
     assert [len(one.counts) for one in found] == [120, 120]
     assert torch.equal(found[0].counts, (split.labels != IGNORED_LABEL).sum(1))
     assert torch.equal(found[0].correct, found[1].correct)
@@ -268,13 +273,7 @@ def test_last_partial_batches_count(toy):
 
 
 def test_batches_of_similar_lengths_are_scored_as_the_order_of_the_split_is(toy, monkeypatch):
-    spec, split = toy("tokens").spec, toy("tokens").split("test")
-    protocol = resolve_protocol("cpu-small")
-    batcher = Batcher(spec, protocol, variants["full"].capabilities, "cpu")
-    objective = objective_for(spec)
-    model = objective.build_model(
-        protocol.model_config(variant="full", options={}, vocab_size=6, max_seq_len=batcher.max_seq_len, seed=0)
-    )
+    scored, split = scorer(toy), toy("tokens").split("test")
     widths = []
     whole = Batcher.batch
 
@@ -283,10 +282,7 @@ def test_batches_of_similar_lengths_are_scored_as_the_order_of_the_split_is(toy,
         return whole(self, feed, rows)
 
     monkeypatch.setattr(Batcher, "batch", noted)
-    feed = batcher.feed(split)
-    plain, bucketed = (
-        evaluate(model, objective, batcher, feed, batch_size=7, seed=0, is_bucketed=each) for each in (False, True)
-    )
+    plain, bucketed = (scored(split, batch_size=7, is_bucketed=each) for each in (False, True))
     assert sum(widths[len(widths) // 2 :]) < sum(widths[: len(widths) // 2]) / 4
     assert torch.equal(plain.counts, bucketed.counts)
     assert torch.equal(plain.correct, bucketed.correct)

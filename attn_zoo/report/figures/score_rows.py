@@ -59,15 +59,17 @@ def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metr
     """Draw a dashed line for each, labelled on a line of its own below the rows: to its right, if there is room."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-
-    def has_room(mark: tuple[str, float]) -> bool:
+    rightwards, leftwards = list[tuple[str, float]](), list[tuple[str, float]]()
+    edge = figure.bbox.width - 0.04 * figure.dpi  # of the room to the right; a line that goes on below ends it too
+    for mark in sorted(marks, key=lambda mark: -mark[1]):
         start = float(axes.transData.transform((mark[1], 0))[0])
-        return start + figure.dpi * (0.1 + text_size(_floor_words(*mark, metric), SMALL)[0]) < figure.bbox.width
-
-    rightwards = [mark for mark in marks if has_room(mark)]
+        if start + figure.dpi * (0.06 + text_size(_floor_words(*mark, metric), SMALL)[0]) < edge:
+            rightwards.append(mark)
+        else:
+            leftwards.insert(0, mark)
+            edge = start
     # A label must not cross the line of a later one: those that write to the right go outermost last, and mirrored.
-    order = [*rightwards[::-1], *(mark for mark in marks if mark not in rightwards)]
-    for index, mark in enumerate(order):
+    for index, mark in enumerate([*rightwards, *leftwards]):
         level = rows - 0.5 + (0.1 + FLOOR_ROW * (index + 0.5)) / ROW
         axes.plot([mark[1]] * 2, [-0.5, level], color=MUTED, lw=1.0, ls=MARK, zorder=1)
         ha, offset = ("left", 4) if mark in rightwards else ("right", -4)

@@ -67,16 +67,23 @@ def test_floors_are_named_where_no_bar_crosses_them(tmp_path):
     assert not any("histogram" in text.get_text() for axes in picture.figure.axes for text in axes.texts)
 
 
-def test_the_name_of_a_floor_lies_across_no_line(tmp_path):
-    """That of the best floor of listops is as long as the left half of the axes, and stood across their edge."""
-    floors = {"symbol_histogram": 0.355, "root_operator": 0.235, "majority": 0.114}
-    found = pictures(tmp_path, [training("a_variant_of_some_length", seed, 0.54, floors=floors) for seed in range(3)])
+@pytest.mark.parametrize(
+    ("more", "name", "scores"),
+    [
+        ({}, "a_variant_of_some_length", [0.54] * 3),
+        ({"best_of_all_the_floors": 0.422, "root_operator": 0.245}, "linformer-k32", [0.36, 0.3, 0.27]),
+    ],
+)
+def test_the_name_of_a_floor_lies_across_no_line(tmp_path, more, name, scores):
+    """Of listops one is as long as the left half of the axes, and stood across their edge; the best has no room."""
+    floors = {"symbol_histogram": 0.356, "root_operator": 0.235, "majority": 0.114, **more}
+    found = pictures(tmp_path, [training(name, seed, score, floors=floors) for seed, score in enumerate(scores)])
     figure = by_kind(found)["accuracy"]
     (axes,) = figure.figure.axes
     edge = axes.get_window_extent().x0
-    names = ("symbol hist", "root op", "majority", "chance 10")
+    names = ("symbol hist", "root op", "majority", "chance 10", "best of all")
     shown = [box for text, box in texts(figure.figure) if text.startswith(names)]
-    assert len(shown) == 4
+    assert len(shown) == len(floors) + 1
     for box in shown:
         assert box.x0 > edge
         lines = [line for line in axes.get_lines() if line.get_linestyle() != "None" and len(line.get_xdata()) == 2]
