@@ -358,6 +358,8 @@ class Score(Json):
         value: on test, as a fraction for accuracies.
         validation: best on validation: the selection.
         num_examples: in test.
+        num_effective: test examples of equally many items that would settle the score as well: of n_i items each
+            (sum n_i)^2 / sum n_i^2 (Kish 1965); None in older records.
         chance: what guessing scores.
         floors: what trivial models score on the same test set, by name.
         references: what models score that are not trivial but need no attention either, or read what a trained one has
@@ -392,6 +394,7 @@ class Score(Json):
     value: float
     validation: float
     num_examples: Count
+    num_effective: float | None = None
     chance: float
     floors: dict[str, float] = field(default_factory=dict)
     references: dict[str, float] = field(default_factory=dict)
@@ -413,6 +416,11 @@ class Score(Json):
     pretrain: str = ""
     pretrain_s: float | None = None
     pretrain_flops: float | None = None
+
+    @property
+    def num_settling(self) -> float:
+        """Test examples that the value's standard error counts: as many as would settle it, where that is known."""
+        return self.num_examples if self.num_effective is None else self.num_effective
 
     @property
     def is_lower_better(self) -> bool:

@@ -38,6 +38,12 @@ class Evaluation:
     correct: Tensor
     counts: Tensor
 
+    @property
+    def num_effective(self) -> float:
+        """Examples of equally many items that would settle the value as well (`records.Score`)."""
+        counts = self.counts.double()
+        return float(counts.sum() ** 2 / (counts**2).sum())
+
 
 def precision(dtype: str, device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which a model runs: bfloat16 under autocast, other types as the model's own."""

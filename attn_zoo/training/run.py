@@ -222,6 +222,7 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
         value=test.value,
         validation=numbers.best,
         num_examples=len(feed.lengths),
+        num_effective=test.num_effective,
         chance=spec.chance,
         floors=floors_of(task),
         references=references_of(task),

@@ -58,6 +58,7 @@ def test_every_kind_learns_and_its_record_survives_json(level):
     else:
         assert score.value > 0.8
     assert score.num_examples == 120
+    assert level != "pair" or score.num_effective == 120  # one item each
     assert Score.from_dict(json.loads(score.to_json())) == score
 
 
@@ -65,6 +66,10 @@ def test_items_are_the_positions_with_a_label(toy):
     labels = toy("tokens").split("test").labels
     num_items = int((labels != IGNORED_LABEL).sum())
     score = score_of("tokens")
+    counts = (labels != IGNORED_LABEL).sum(1).double()
+    effective = float(counts.mean() ** 2 / (counts**2).mean()) * len(counts)
+    assert score.num_effective == pytest.approx(effective)
+    assert effective < score.num_examples
     assert len(score.correct) == num_items != 120
     assert score.correct.count("1") / num_items == pytest.approx(score.value)
 

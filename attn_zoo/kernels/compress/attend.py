@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
 from attn_zoo.kernels.compress.compression import HAS_TRITON, compress_pair, path_of_pair
 from attn_zoo.kernels.compress.products import CompressCall
-from attn_zoo.kernels.exact.sdpa import _cuda_switches, exact_attention
+from attn_zoo.kernels.exact.sdpa import cuda_switches, exact_attention
 from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.kernels.once_differentiable import once_differentiable
 from attn_zoo.kernels.trace import note_path
@@ -46,7 +46,7 @@ def attend_compressed(
         return _by_parts(query, tokens, matrices, key_padding_mask)
     learned = (e,) if e is f else matrices
     given = query, key, value, key_padding_mask, *learned
-    token = remembered(_tokens, _cuda_switches(), object)
+    token = remembered(_tokens, cuda_switches(), object)
     if (known := replays.replay(token, *given)) is not None:
         return known  # type: ignore[no-any-return]
     sizes = query, tokens, matrices, key_padding_mask

@@ -171,7 +171,7 @@ PREFERENCES: tuple[Preference, ...] = (
         "choice takes 1.5 times what cuDNN takes without, and the efficient kernel at 4096 keys without one 4.4 times; "
         "packed keys are level with it where an eighth is padding. To make padding countable takes seven readings or "
         "writings of a tensor and one without a mask, by arithmetic 1.04 times as long at 4096 keys "
-        "(benchmarks/NOTES.md); not seen on a card. Packing pays where two fifths of 16 384 keys are padding, which "
+        "(benchmarks/NOTES.md), not measured yet. Packing pays where two fifths of 16 384 keys are padding, which "
         "the host cannot know",
     ),
     Preference(

@@ -88,7 +88,7 @@ def exact_attention(
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
     )
     if query.is_cuda:
-        signature += (query.stride(), key.stride(), value.stride(), *_cuda_switches())
+        signature += (query.stride(), key.stride(), value.stride(), *cuda_switches())
     attend = _remembered.get(signature)
     if type(attend) is partial and attend.func is _unbiased:  # short calls wait for what is made beside the kernel's
         kernel: _Kernel = attend.args[0]
@@ -114,7 +114,7 @@ _CUDA_SWITCHES: tuple[Callable[[], object], ...] = (
 )
 
 
-def _cuda_switches() -> tuple[object, ...]:
+def cuda_switches() -> tuple[object, ...]:
     """Return the global settings that torch's own checks look at."""
     return *[switch() for switch in _CUDA_SWITCHES], *torch._C._get_sdp_priority_order()
 

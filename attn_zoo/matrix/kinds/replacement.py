@@ -367,6 +367,7 @@ def _scored(record: Record, before: _Before, trainer: Trainer) -> Record:
         value=test.value,
         validation=validation.value,
         num_examples=len(before.test.lengths),
+        num_effective=test.num_effective,
         chance=spec.chance,
         best_step=0,
         num_steps=0,

@@ -54,11 +54,12 @@ def floor_words(name: str) -> str:
     return CHANCE if name == CHANCE else f"the {name.replace('_', '-')} floor"
 
 
-def size_error(value: float, num_examples: int | None, metric: Metric) -> float | None:
+def size_error(value: float, num_examples: float | None, metric: Metric) -> float | None:
     """Return the standard error of a score that comes from the size of the test set alone.
 
     For a fraction of N examples it is sqrt(p (1 - p) / N), also where an example has several scored items: as if all of
-    one were right or wrong together, which is cautious. None for metrics that are no fractions.
+    one were right or wrong together, which is cautious. Of examples with unequal numbers of items N is the smaller
+    number of equal ones that settle as much (`records.Score.num_effective`). None for metrics that are no fractions.
     """
     if not num_examples or metric.is_lower_better or not 0.0 <= value <= 1.0:
         return None
@@ -75,7 +76,7 @@ def judge(
     value: float,
     low: float | None,
     high: float | None,
-    num_examples: int | None,
+    num_examples: float | None,
     marks: Mapping[str, float],
     metric: Metric,
 ) -> Standing | None:

@@ -337,8 +337,8 @@ def _label_score(
     """Return the score of a label and start from its selected trial, beside that of the baseline with this start."""
     scores = [run.score for run in trial.runs if run.score]
     mean, low, high = mean_with_interval([score.value for score in scores])
-    num_examples = max((score.num_examples for score in scores), default=None)
-    error = None if mean is None else size_error(mean, num_examples, metric)
+    num_settling = max((score.num_settling for score in scores), default=None)
+    error = None if mean is None else size_error(mean, num_settling, metric)
     params, other_params = (
         max((run.score.num_params for run in own.runs if run.score), default=0) if own else 0
         for own in (trial, baseline)
@@ -354,7 +354,7 @@ def _label_score(
         low=metric.inside(low),
         high=metric.inside(high),
         size_error=error,
-        standing=None if mean is None else judge(mean, low, high, num_examples, marks, metric),
+        standing=None if mean is None else judge(mean, low, high, num_settling, marks, metric),
         difference=pair(trial.runs, baseline.runs) if baseline and baseline is not trial else None,
         params_excess=params / other_params - 1.0 if params and other_params else None,
         costs={cost.name: cost.pooled(run.record for run in trial.scored) for cost in COSTS},
@@ -372,7 +372,7 @@ def pair(runs: Sequence[TrainingRun], others: Sequence[TrainingRun]) -> Differen
     error = None
     if all(first and len(first) == len(second) == len(marks[0][0]) for first, second in marks):
         gaps = np.mean([_digits(first) - _digits(second) for first, second in marks], axis=0)
-        count = min(len(gaps), own[seeds[0]].num_examples)
+        count = min(len(gaps), own[seeds[0]].num_settling)
         error = float(gaps.std(ddof=1) / count**0.5) if count > 1 else None
         if len(seeds) == 1 and count == len(gaps):
             items = paired_difference(*marks[0])

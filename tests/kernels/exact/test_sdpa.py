@@ -444,16 +444,16 @@ def test_torchs_own_choice_is_recognised():
 
 
 def test_switches_of_cuda_are_part_of_the_signature():
-    plain = sdpa._cuda_switches()
+    plain = sdpa.cuda_switches()
     hash(plain)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert sdpa._cuda_switches() != plain
+        assert sdpa.cuda_switches() != plain
     torch.use_deterministic_algorithms(True)
     try:
-        assert sdpa._cuda_switches() != plain
+        assert sdpa.cuda_switches() != plain
     finally:
         torch.use_deterministic_algorithms(False)
-    assert sdpa._cuda_switches() == plain
+    assert sdpa.cuda_switches() == plain
 
 
 # --- chunks ---

@@ -153,6 +153,12 @@ def test_a_difference_counts_only_beyond_seeds_and_test_set(tmp_path):
     assert (difference.low, difference.high) == pytest.approx((-0.049, 0.449), abs=1e-3)
 
 
+def test_examples_with_unequal_numbers_of_items_settle_less(tmp_path):
+    sizes = {"num_examples": 100, "num_effective": 64.0, "correct": "01" * 200}
+    _, scores = group(tmp_path, [accuracy("full", 0, 0.5, score=sizes), accuracy("linformer", 0, 0.5, score=sizes)])
+    assert scores["full"].size_error == pytest.approx((0.5 * 0.5 / 64) ** 0.5)
+
+
 def test_fewer_than_three_seeds_settle_nothing(tmp_path):
     found, _ = group(tmp_path, [accuracy(name, 0, value) for name, value in (("full", 0.3), ("bigbird", 0.9))])
     assert "bigbird not settled: one seed in common, 3 are needed" in " ".join(accuracy_findings(found))
