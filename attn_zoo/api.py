@@ -195,7 +195,7 @@ def run_again(
         engine=engine,
         address=address,
         jobs=jobs,
-        retry=_listed(statuses) or [status for status in STATUSES if status not in ANSWERS],
+        retry=_listed("statuses", statuses) or [status for status in STATUSES if status not in ANSWERS],
         time_limit_min=time_limit_min,
         allow_mixed_env=allow_mixed_env,
         data_dir=data_dir,
@@ -226,9 +226,13 @@ def _measure(
         raise ConfigError("run", [("", text)])
     if time_limit_min is not None and not (isinstance(time_limit_min, int | float) and time_limit_min >= 0):
         raise ConfigError("time_limit_min", [("", f"expected minutes, 0 or more; got {time_limit_min!r}")])
-    for status in _listed(retry):
+    statuses = _listed("retry", retry)
+    for status in statuses:
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES, f"there are {', '.join(STATUSES)}")
+    _require_kinds(str, "a text", engine=engine, address=address, track=track)
+    _require_kinds((str, PathLike), "a path", out=folder, data_dir=data_dir)
+    _require_kinds(int, "a whole number", jobs=jobs)
     if jobs < 1:
         raise ConfigError("--jobs", [("", f"expected 1 or more; got {jobs}")])
     with _tracking(track):
@@ -245,7 +249,7 @@ def _measure(
             planned,
             Store(place),
             engine=supervisor,
-            retry_statuses=_listed(retry),
+            retry_statuses=statuses,
             time_limit_min=time_limit_min,
             progress=make_progress() if progress else Progress(),
             data_dir=_path(data_dir),
@@ -289,7 +293,9 @@ def plan(
     from attn_zoo.matrix.plan.expand import make_plan, require_devices
     from attn_zoo.matrix.plan.schema import MAX_CELLS, load_matrix, parse_matrix
 
-    names = [each if isinstance(each, str) else _name_of(each) for each in _listed(variants)]
+    _require_kinds(int, "a whole number of cells", allow_cells=allow_cells)
+    _require_kinds(str, "a text", shard=shard)
+    names = [each if isinstance(each, str) else _name_of(each) for each in _listed("variants", variants)]
     most = MAX_CELLS if allow_cells is None else allow_cells
     if isinstance(matrix, Mapping):
         read = parse_matrix(matrix, "matrix", allow_cells=most)
@@ -300,7 +306,7 @@ def plan(
     planned = make_plan(
         read,
         device=None if device is None else _device(device, is_remote),
-        only=_listed(only),
+        only=_listed("only", only),
         shard=_shard(shard),
         add_variants=names,
         data_dir=_path(data_dir, must_exist=not is_remote),
@@ -313,9 +319,26 @@ def plan(
     return planned
 
 
-def _listed(given: Any) -> list[Any]:
-    """Return a list; a single string, or class, is one entry."""
-    return [given] if isinstance(given, str | type) else list(given or ())
+def _listed(name: str, given: Any) -> list[Any]:
+    """Return a list of texts, and of classes where they are allowed; a single one is one entry.
+
+    Raises:
+        ConfigError: the argument `name` is something else.
+    """
+    kinds, words = ((str, type), "names or classes") if name == "variants" else ((str,), "texts")
+    if not isinstance(given, Iterable):
+        given = [given] if given is not None else []
+    listed = [given] if isinstance(given, kinds) else list(given)
+    if strange := [each for each in listed if not isinstance(each, kinds)]:
+        raise ConfigError(name, [("", f"expected {words}; got {strange[0]!r}")])
+    return listed
+
+
+def _require_kinds(kinds: type | tuple[type, ...], words: str, **arguments: object) -> None:
+    """Refuse arguments that are given and of another type; a truth value is no number."""
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise ConfigError(name, [("", f"expected {words}; got {value!r}")])
 
 
 def _name_of(cls: type) -> str:
@@ -451,7 +474,7 @@ def check(
     name = variant if isinstance(variant, str) else _name_of(variant)
     variants.plain_file(name)  # or what is checked is no more what its file says
     around = told_if_slow if progress else nullcontext
-    checks = _listed(only) or None
+    checks = _listed("only", only) or None
     results = Checks(run_checks(name, options or None, device=_device(device), checks=checks, around=around))
     results.variant = name
     return results

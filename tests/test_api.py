@@ -173,7 +173,16 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
         (lambda: attn_zoo.run("quick", shard="3"), ConfigError, "expected I/N"),
         (lambda: attn_zoo.run("quick", variants="ful"), UnknownNameError, "did you mean 'full'"),
         (lambda: attn_zoo.run("quick", only="nothing/*"), ConfigError, r"no cell matches nothing/\*"),
-        (lambda: attn_zoo.run("quick", variants=[3]), ConfigError, "3: expected a registered variant"),  # type: ignore[list-item]
+        (lambda: attn_zoo.run("quick", variants=[3]), ConfigError, "variants: expected names or classes; got 3"),  # type: ignore[list-item]
+        (lambda: attn_zoo.run("quick", variants=[dict]), ConfigError, "dict: expected a registered variant"),
+        (lambda: attn_zoo.run("quick", only=5), ConfigError, "only: expected texts; got 5"),  # type: ignore[arg-type]
+        (lambda: attn_zoo.run("quick", retry=["error", 5]), ConfigError, "retry: expected texts; got 5"),  # type: ignore[list-item]
+        (lambda: attn_zoo.run("quick", jobs="2"), ConfigError, "jobs: expected a whole number; got '2'"),  # type: ignore[arg-type]
+        (lambda: attn_zoo.run("quick", jobs=True), ConfigError, "jobs: expected a whole number; got True"),
+        (lambda: attn_zoo.run("quick", engine=5), ConfigError, "engine: expected a text; got 5"),  # type: ignore[arg-type]
+        (lambda: attn_zoo.run("quick", shard=5), ConfigError, "shard: expected a text; got 5"),  # type: ignore[arg-type]
+        (lambda: attn_zoo.run("quick", out=5), ConfigError, "out: expected a path; got 5"),  # type: ignore[arg-type]
+        (lambda: attn_zoo.run("quick", allow_cells="9"), ConfigError, "allow_cells: expected a whole number of"),  # type: ignore[arg-type]
         (lambda: attn_zoo.run("quick", time_limit_min=-1), ConfigError, "expected minutes, 0 or more; got -1"),
         (lambda: attn_zoo.run(None), ConfigError, "expected a TOML file, a shipped name or a dict; got None"),  # type: ignore[arg-type]
         (lambda: attn_zoo.check("linfromer"), UnknownNameError, "did you mean 'linformer'"),

@@ -32,12 +32,15 @@ def merge(sources: Iterable[str | Path], out: str | Path) -> Path:
         out: folder to make.
 
     Raises:
-        ConfigError: fewer than two, they are of other plans, or a cell has two records.
+        ConfigError: fewer than two, or one twice; they are of other plans, or a cell has two records.
         StoreError: one is no results folder or has a record that cannot be read; `out` exists or cannot be written.
     """
     paths = [Path(source) for source in ([sources] if isinstance(sources, str) else sources)]
     if len(paths) < 2:
         raise ConfigError("merge", [("", f"expected two results folders or more; got {len(paths)}")])
+    for place, path in enumerate(paths):
+        if path.resolve() in {other.resolve() for other in paths[:place]}:
+            raise ConfigError("merge", [("", f"expected each folder once; got {path} twice")])
     with ExitStack() as stack:
         stores = {path: Store(stack.enter_context(opened(path))) for path in paths}
         infos = {path: store.info() for path, store in stores.items()}

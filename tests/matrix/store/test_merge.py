@@ -104,6 +104,8 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path):
     first, second = shard(tmp_path / "1", [512]), shard(tmp_path / "2", [1024])
     with pytest.raises(ConfigError, match="expected two results folders or more; got 1"):
         merge([first], tmp_path / "all")
+    with pytest.raises(ConfigError, match=r"expected each folder once; got .*1 twice"):
+        merge([first, second, tmp_path / "2" / ".." / "1"], tmp_path / "all")
     with pytest.raises(FolderError, match="not a results folder"):
         merge([first, tmp_path], tmp_path / "all")
     with pytest.raises(FolderError, match="exists already"):
