@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -84,15 +85,29 @@ def panel_title(setting: Mapping[str, Any], environments: Mapping[str, Environme
         extra.append(str(setting["device"]).upper())
     if "environment" in varying:
         machine = machine_words(environments.get(setting["environment"]))
-        is_one = Counter(map(machine_words, environments.values()))[machine] < 2
+        is_one = _is_only(setting["environment"], environments)
         extra.append(machine if is_one else f"{machine} [{setting['environment'] or 'unknown environment'}]")
     return ", ".join([title, *extra])
 
 
-def panel_name(setting: Mapping[str, Any], varying: set[str]) -> str:
+def _is_only(digest: str, environments: Mapping[str, Environment]) -> bool:
+    """Return whether no other environment has the same processor or card."""
+    machine = machine_words(environments.get(digest))
+    return Counter(map(machine_words, environments.values()))[machine] < 2
+
+
+_OF_EVERY_MAKER = re.compile(r"\((?:R|TM)\)|\b(?:Processor|CPU|NVIDIA)\b")
+
+
+def panel_name(setting: Mapping[str, Any], environments: Mapping[str, Environment], varying: set[str]) -> str:
     """Return the pass and whatever else differs between the panels of that pass, as briefly as can be."""
+
+    def brief_machine(digest: str) -> str:
+        machine = machine_words(environments.get(digest))
+        return _OF_EVERY_MAKER.sub(" ", machine) if _is_only(digest, environments) else digest
+
     brief: dict[str, Callable[[Any], str]] = {"pass": str, **{name: brief for name, _, brief in _WORDS}}
-    brief |= {"device": str, "environment": str}
+    brief |= {"device": str, "environment": brief_machine}
     shown = [name for name in brief if name in varying | {"pass"} and setting[name] is not None]
     return slug(*(brief[name](setting[name]) for name in shown))
 

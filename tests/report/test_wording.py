@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.wording import panel_name
-from tests.report.synthetic import scaling, write_run
+from tests.report.synthetic import MACHINE, scaling, write_run
 
 SETTING = {
     "pass": "fwd_bwd",
@@ -24,11 +25,21 @@ SETTING = {
 
 
 def test_a_name_has_what_differs_and_nothing_else():
-    assert panel_name(SETTING, set()) == "fwd_bwd"
-    assert panel_name(SETTING, {"dtype", "head_dim"}) == "fwd_bwd-bfloat16-d128"
-    assert panel_name(SETTING, {"has_padding", "dropout_p", "device"}) == "fwd_bwd-padded-dropout0-1-cuda"
-    assert panel_name({**SETTING, "has_padding": False, "dropout_p": 0.0}, {"has_padding", "dropout_p"}) == "fwd_bwd"
-    assert panel_name(SETTING, {"threads"}) == "fwd_bwd"
+    assert panel_name(SETTING, {}, set()) == "fwd_bwd"
+    assert panel_name(SETTING, {}, {"dtype", "head_dim"}) == "fwd_bwd-bfloat16-d128"
+    assert panel_name(SETTING, {}, {"has_padding", "dropout_p", "device"}) == "fwd_bwd-padded-dropout0-1-cuda"
+    none = {"has_padding": False, "dropout_p": 0.0}
+    assert panel_name(SETTING | none, {}, set(none)) == "fwd_bwd"
+    assert panel_name(SETTING, {}, {"threads"}) == "fwd_bwd"
+
+
+def test_a_machine_is_named_and_two_alike_by_their_environments():
+    machines = {
+        digest: dataclasses.replace(MACHINE, gpu=None, cpu=cpu)
+        for digest, cpu in (("1a", "Intel(R) Xeon(R) Processor"), ("2b", "AMD EPYC"), ("3c", "AMD EPYC"))
+    }
+    names = [panel_name({**SETTING, "environment": digest}, machines, {"environment"}) for digest in machines]
+    assert names == ["fwd_bwd-intel-xeon", "fwd_bwd-2b", "fwd_bwd-3c"]
 
 
 def test_no_two_panels_of_a_report_share_a_name(tmp_path):

@@ -252,7 +252,7 @@ def make_panels(results: Results) -> list[Panel]:
     panels = []
     for key, setting in settings.items():
         differing = varying[setting["pass"]]
-        name = unique_name(panel_name(setting, differing), names)
+        name = unique_name(panel_name(setting, results.environments, differing), names)
         panels.append(_panel(setting, groups[key], name, results, differing))
     return panels
 
