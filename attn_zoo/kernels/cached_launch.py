@@ -72,7 +72,7 @@ class CachedLaunch:
             tensors: in the kernel's order, of the kind that the first call was given.
         """
         self._launch(*tensors)
-        for recorder in launch_recorders:
+        for recorder in tuple(launch_recorders):  # other threads begin and end recordings
             recorder(self, tensors)
 
     def _launch(self, *tensors: Tensor | None) -> None:

@@ -4,8 +4,10 @@
 // given come first. Forward and backward are two programs; the second begins with what the first has saved.
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,6 +17,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -86,15 +89,27 @@ struct Layout {
   }
 };
 
+// Where a program runs.
+struct Place {
+  void* stream;
+  bool is_check;  // of the program: memory may hold what was computed there before, so it is filled with other numbers
+};
+
 struct Allocate {
   size_t slot;
   Layout layout;
-  void run(Tensors& slots, void*) const { slots[slot] = layout.empty(); }
+  void run(Tensors& slots, const Place& place) const {
+    slots[slot] = layout.empty();
+    if (!place.is_check || slots[slot].numel() == 0) return;
+    const auto num_bytes = static_cast<int64_t>(slots[slot].storage().nbytes());
+    Tensor bytes = at::empty({0}, layout.options.dtype(at::kByte));
+    bytes.set_(slots[slot].storage(), 0, {num_bytes}, {1}).fill_(0xFF);
+  }
 };
 
 struct Release {
   size_t slot;
-  void run(Tensors& slots, void*) const { slots[slot].reset(); }
+  void run(Tensors& slots, const Place&) const { slots[slot].reset(); }
 };
 
 // A kernel. Its arguments lie one after another, 8 bytes each: addresses of tensors, then numbers.
@@ -105,15 +120,15 @@ struct Launch {
   std::vector<uint64_t> words;   // with room for the addresses
   std::vector<size_t> places;    // of the kernel's arguments among the words
 
-  void run(Tensors& slots, void* stream) const {
+  void run(Tensors& slots, const Place& place) const {
     c10::SmallVector<uint64_t, 64> data(words.begin(), words.end());
     c10::SmallVector<void*, 64> arguments;
     for (size_t i = 0; i < tensors.size(); ++i)
       data[i] = tensors[i] == kNothing ? 0 : address_of(slots[tensors[i]]);
-    for (const size_t place : places) arguments.push_back(&data[place]);
+    for (const size_t word : places) arguments.push_back(&data[word]);
     const auto try_it = [&] {
       const auto& [x, y, z, threads_x, threads_y, threads_z, shared_bytes] = shape;
-      return launch_kernel(function, x, y, z, threads_x, threads_y, threads_z, shared_bytes, stream, arguments.data(),
+      return launch_kernel(function, x, y, z, threads_x, threads_y, threads_z, shared_bytes, place.stream, arguments.data(),
                            nullptr);
     };
     int code = try_it();
@@ -134,7 +149,7 @@ struct Operator {
   std::vector<std::pair<size_t, size_t>> given;  // argument, slot
   std::vector<int64_t> results;                  // a slot for each, or nothing
 
-  void run(Tensors& slots, void*) const {
+  void run(Tensors& slots, const Place&) const {
     torch::jit::Stack stack = arguments;
     for (const auto& [argument, slot] : given) stack[argument] = slots[slot];
     handle.callBoxed(stack);
@@ -146,12 +161,12 @@ struct Operator {
 struct Program {
   std::vector<std::variant<Allocate, Release, Launch, Operator>> steps;
 
-  void run(Tensors& slots) const {
+  void run(Tensors& slots, bool is_check = false) const {
     const auto& first = *std::find_if(slots.begin(), slots.end(), [](const Tensor& x) { return x.defined(); });
     const c10::DeviceGuard guard(first.device());
-    void* stream = nullptr;
-    if (first.is_cuda()) TORCH_CHECK(stream_of(first.device().index(), &stream) == 0, "no current stream");
-    for (const auto& step : steps) std::visit([&](const auto& each) { each.run(slots, stream); }, step);
+    Place place{nullptr, is_check};
+    if (first.is_cuda()) TORCH_CHECK(stream_of(first.device().index(), &place.stream) == 0, "no current stream");
+    for (const auto& step : steps) std::visit([&](const auto& each) { each.run(slots, place); }, step);
   }
 };
 
@@ -172,10 +187,21 @@ struct Call {
   Slots constants;
   Program forward;
   size_t output;
+  std::optional<Layout> output_layout;
   std::vector<int64_t> saved;         // slots that backward begins with, or nothing
   std::vector<Layout> saved_layouts;  // of those that are something
   std::deque<Backward> backwards;     // one for each layout of the gradient
   std::mutex lock;                    // of these: engines run backward in threads of their own
+
+  // What the forward pass computes, by slot.
+  Tensors run(at::TensorList tensors, bool is_check = false) const {
+    Tensors slots(num_slots);
+    for (size_t i = 0; i < tensors.size(); ++i) slots[given[i]] = tensors[i];
+    for (const auto& [slot, table] : constants) slots[slot] = table;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    forward.run(slots, is_check);
+    return slots;
+  }
 
   const Backward* backward_for(const Tensor& grad) {
     const std::lock_guard guard(lock);
@@ -195,6 +221,7 @@ struct Hash {
 };
 std::unordered_map<Key, Call*, Hash> known;
 std::deque<Call> calls;  // an autograd graph may hold one at any time, so none is ever freed; replay.py keeps them few
+const PyObject* watchers = nullptr;  // Triton's list of what is called before a launch
 thread_local size_t last_call = 0;  // that was replayed
 
 // Write the key of a call and its tensors, without those that are None. Return false where a tensor is not plain.
@@ -234,6 +261,12 @@ struct Final : torch::autograd::Function<Final> {
   }
 };
 
+// Whether somebody looks at what is launched or called; see replay.py. Of the list only the size is read.
+bool is_watched() {
+  const bool has_hooks = watchers && PyList_Check(watchers) && PyList_GET_SIZE(watchers) > 0;
+  return has_hooks || c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
 py::object* differentiate = nullptr;  // replay.py's: (call, saved, gradient of the output) -> gradients
 
 py::object as_python(const Tensor& x) {
@@ -242,12 +275,13 @@ py::object as_python(const Tensor& x) {
 
 Tensor as_tensor(const py::handle& x) { return x.is_none() ? Tensor() : THPVariable_Unpack(x.ptr()); }
 
-variable_list run(const Backward& backward, const variable_list& saved, const Tensor& grad) {
+variable_list run(const Backward& backward, const variable_list& saved, const Tensor& grad, bool is_check = false) {
   Tensors slots(saved.begin(), saved.end());
   slots.resize(backward.num_slots);
   slots[saved.size()] = grad;
   for (const auto& [slot, table] : backward.constants) slots[slot] = table;
-  backward.program.run(slots);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  backward.program.run(slots, is_check);
   variable_list results;
   for (const int64_t slot : backward.results) results.push_back(slot == kNothing ? Tensor() : slots[slot]);
   return results;
@@ -274,11 +308,7 @@ variable_list run_in_python(const Call& call, const variable_list& saved, const 
 struct Replay : torch::autograd::Function<Replay> {
   static Tensor forward(AutogradContext* context, at::TensorList given, int64_t address) {
     const Call& call = *reinterpret_cast<const Call*>(address);
-    Tensors slots(call.num_slots);
-    for (size_t i = 0; i < given.size(); ++i) slots[call.given[i]] = given[i];
-    for (const auto& [slot, table] : call.constants) slots[slot] = table;
-    at::AutoDispatchBelowADInplaceOrView below;
-    call.forward.run(slots);
+    const Tensors slots = call.run(given);
     variable_list saved;
     for (const int64_t slot : call.saved)
       if (slot != kNothing) saved.push_back(slots[slot]);
@@ -291,29 +321,23 @@ struct Replay : torch::autograd::Function<Replay> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     Call& call = *reinterpret_cast<Call*>(context->saved_data["call"].toInt());
     const variable_list kept = context->get_saved_variables();
-    variable_list results(call.given.size());
-    if (grads[0].defined()) {
-      const bool is_final = at::GradMode::is_enabled();
-      {
-        const at::NoGradGuard no_grad;
-        // Hooks on saved tensors, such as those that offload them, may change how they lie.
-        variable_list saved;
-        size_t next = 0;
-        for (const int64_t slot : call.saved) {
-          saved.push_back(slot == kNothing ? Tensor() : call.saved_layouts[next].fitted(kept[next]));
-          next += slot != kNothing;
-        }
-        Tensor grad = grads[0];
-        if (is_plain(grad) && grad.stride(-1) != 1) grad = grad.contiguous();  // that of a sum is one number expanded
-        if (const Backward* known = call.backward_for(grad)) {
-          at::AutoDispatchBelowADInplaceOrView below;
-          results = run(*known, saved, grad);
-        } else {
-          results = run_in_python(call, saved, grad);
-        }
+    variable_list results;
+    const bool is_final = at::GradMode::is_enabled();
+    {
+      const at::NoGradGuard no_grad;
+      // Hooks on saved tensors, such as those that offload them, may change how they lie.
+      variable_list saved;
+      size_t next = 0;
+      for (const int64_t slot : call.saved) {
+        saved.push_back(slot == kNothing ? Tensor() : call.saved_layouts[next].fitted(kept[next]));
+        next += slot != kNothing;
       }
-      if (is_final) make_final(results, kept, grads);
+      Tensor grad = grads[0].defined() ? grads[0] : call.output_layout->empty().zero_();
+      if (is_plain(grad) && grad.stride(-1) != 1) grad = grad.contiguous();  // that of a sum is one number expanded
+      const Backward* known = is_watched() ? nullptr : call.backward_for(grad);
+      results = known ? run(*known, saved, grad) : run_in_python(call, saved, grad);
     }
+    if (is_final) make_final(results, kept, grads);
     results.emplace_back();  // of the call's address
     return results;
   }
@@ -419,10 +443,10 @@ bool are_plain(const py::tuple& given) {
   return !key_of(0, given, tensors).empty();
 }
 
-// Return the number of the call.
-size_t learn(int64_t token, const py::tuple& given, size_t num_slots, const py::list& constants,
-             const py::list& forward, size_t output, const std::vector<int64_t>& saved,
-             const py::list& saved_tensors) {
+// Learn a call, unless what it computes is not right: `is_right` takes its number, its output and what it saves.
+bool learn(int64_t token, const py::tuple& given, size_t num_slots, const py::list& constants, const py::list& forward,
+           const py::object& output, size_t output_slot, const py::list& saved, const std::vector<int64_t>& saved_slots,
+           const py::function& is_right) {
   Tensors tensors;
   Key key = key_of(token, given, tensors);
   TORCH_CHECK(!key.empty(), "expected plain tensors");
@@ -433,12 +457,18 @@ size_t learn(int64_t token, const py::tuple& given, size_t num_slots, const py::
   made.num_slots = num_slots;
   made.constants = slots_of(constants);
   made.forward = program_of(forward);
-  made.output = output;
-  made.saved = saved;
-  for (const auto& x : saved_tensors)
+  made.output = output_slot;
+  made.output_layout.emplace(as_tensor(output));
+  made.saved = saved_slots;
+  for (const auto& x : saved)
     if (!x.is_none()) made.saved_layouts.push_back(layout_of(x));
+  const at::NoGradGuard no_grad;
+  const Tensors slots = made.run(tensors, true);
+  py::list found;
+  for (const int64_t slot : saved_slots) found.append(slot == kNothing ? py::none() : as_python(slots[slot]));
+  if (!is_right(made.number, as_python(slots[output_slot]), found).cast<bool>()) return false;
   known[std::move(key)] = &made;
-  return made.number;
+  return true;
 }
 
 // Learn a backward pass, unless its gradients are not right.
@@ -452,17 +482,12 @@ bool learn_backward(size_t number, const py::list& saved, const py::object& grad
   variable_list tensors;
   for (const auto& x : saved) tensors.push_back(as_tensor(x));
   py::list found;
-  for (const auto& x : run(made, tensors, as_tensor(grad)))
+  for (const auto& x : run(made, tensors, as_tensor(grad), true))
     if (x.defined()) found.append(as_python(x));
   if (!are_right(found).cast<bool>()) return false;
   const std::lock_guard guard(call.lock);
   call.backwards.push_back(std::move(made));
   return true;
-}
-
-void forget(int64_t token, const py::tuple& given) {
-  Tensors tensors;
-  known.erase(key_of(token, given, tensors));
 }
 
 PyMethodDef call_method = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL,
@@ -471,7 +496,8 @@ PyMethodDef call_method = {"call", reinterpret_cast<PyCFunction>(reinterpret_cas
 }  // namespace
 
 PYBIND11_MODULE(attn_zoo_replay, module) {
-  module.def("use", [](uintptr_t launch, uintptr_t stream, const py::object& backward) {
+  module.def("use", [](uintptr_t launch, uintptr_t stream, const py::object& hooks, const py::object& backward) {
+    watchers = py::object(hooks).release().ptr();
     launch_kernel = reinterpret_cast<LaunchKernel>(launch);
     stream_of = reinterpret_cast<StreamOf>(stream);
     differentiate = new py::object(backward);  // never freed: an autograd graph may outlive this module
@@ -479,7 +505,6 @@ PYBIND11_MODULE(attn_zoo_replay, module) {
   module.def("are_plain", &are_plain);
   module.def("learn", &learn);
   module.def("learn_backward", &learn_backward);
-  module.def("forget", &forget);
   module.def("forget_all", [] { known.clear(); });
   module.def("last", [] { return last_call; });
   py::object function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));

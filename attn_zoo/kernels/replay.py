@@ -27,12 +27,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any, Self, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attn_zoo.errors import first_line
 from attn_zoo.kernels import trace
 from attn_zoo.kernels.cached_launch import MAX_KINDS, CachedLaunch, launch_hooks, launch_recorders
 
@@ -55,6 +57,7 @@ _MOST_TRIES = 4  # to record a kind of call; then it stays in Python
 _MOST_TRIED = 8 * MAX_KINDS
 _MOST_NUMBERS = 2**26  # of the first tensor: where a call is long, the host does not count and memory does
 
+_loading = Lock()  # threads come to their second call at once
 _native: Any = None
 _why_not: str | None = ""  # empty before it was tried
 _tries: dict[Hashable, int] = {}
@@ -88,16 +91,17 @@ def _compile_by(compiler: str, target: Path, say: Callable[[str], object]) -> st
     folders = root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-O1", "-std=c++20", "-fPIC", "-shared", "-DAT_PER_OPERATOR_HEADERS", str(_SOURCE)]
-        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-        command += [f"-I{folder}" for folder in folders]
-        command += ["-o", str(temporary), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-            return f"{compiler} failed: {errors[0]}"
-        temporary.replace(target)  # whole, whoever else compiles it
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # of its own, on whichever machine or thread
+            whole = Path(folder, target.name)
+            command = [compiler, "-O1", "-std=c++20", "-fPIC", "-shared", "-DAT_PER_OPERATOR_HEADERS", str(_SOURCE)]
+            command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+            command += [f"-I{folder}" for folder in folders]
+            command += ["-o", str(whole), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                errors = [line for line in done.stderr.splitlines() if "error" in line]
+                return f"{compiler} failed: {errors[0] if errors else f'exit code {done.returncode}'}"
+            whole.replace(target)
     except OSError as error:
         return f"{error.strerror}: {error.filename}"
     return None
@@ -136,12 +140,13 @@ def prepare(*, addresses: tuple[int, int] | None = None, compiles: bool = True) 
         Why calls are not replayed, or None where they are.
     """
     global _why_not  # noqa: PLW0603
-    if _native is None:
+    with _loading:
+        if _native is not None:
+            return None
         reason = _load(addresses, compiles=compiles)
         if reason is None or compiles:
             _why_not = reason
-        return reason
-    return None
+    return reason
 
 
 def prepare_run(say: Callable[[str], object]) -> None:
@@ -181,7 +186,7 @@ def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
         spec.loader.exec_module(module)
     except ImportError as error:  # of another machine, in a home that nodes of a cluster share
         return f"cannot be loaded: {error}"
-    module.use(*found, _differentiate)
+    module.use(*found, launch_hooks(), _differentiate)
     _native = module
     return None
 
@@ -283,9 +288,13 @@ class _Call:
 
     def differentiate(self, number: int, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by Python, and learn how they are computed where the gradient of the output lies so."""
-        self._tries += 1
-        if self._tries > _MOST_TRIES or _is_watched() or _is_capturing(grad):
-            return self._backward(saved, grad)
+        if self._tries < _MOST_TRIES and not _is_watched() and not _is_capturing(grad):
+            self._tries += 1
+            with _told_unless_memory():
+                return self._learn(number, saved, grad)
+        return self._backward(saved, grad)
+
+    def _learn(self, number: int, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
         recording = _Recording([*saved, grad], self._constants)
         grads = recording.run(lambda: self._backward(saved, grad))
         results = [recording.slot_of(x) for x in grads]
@@ -307,6 +316,17 @@ class _Call:
 
 def _differentiate(number: int, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
     return _calls[number].differentiate(number, saved, grad)
+
+
+@contextmanager
+def _told_unless_memory() -> Iterator[None]:
+    """Go on after an error of what is learnt, which takes memory that Python does not; it meets all others again."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as error:
+        _warn(f"a call was not learnt, so it is made by Python: {first_line(error)}")
 
 
 def _is_capturing(tensor: Tensor) -> bool:
@@ -343,24 +363,34 @@ def learn(
         return None
     if prepare() is not None or not _native.are_plain((*given,)):
         return None
+    has_learnt = False
+    with _told_unless_memory():
+        has_learnt = _has_learnt(token, given, forward, backward, constants)
+    return replay(token, *given) if has_learnt else None
+
+
+def _has_learnt(token: object, given: Saved, forward: Forward, backward: Backward, constants: Sequence[Tensor]) -> bool:
     recording = _Recording(given, constants)
     output, saved = recording.run(forward)
-    out = recording.slot_of(output)
-    slots = [recording.slot_of(x) for x in saved]
+    slot, slots = recording.slot_of(output), [recording.slot_of(x) for x in saved]
     if not recording.is_sound:
-        return None
-    steps = _released(recording.steps, {out, *slots})
-    number = _native.learn(id(token), (*given,), recording.num_slots, recording.constants, steps, out, slots, [*saved])
-    _calls[number] = _Call(token, backward, constants, recording)
-    replayed: Tensor = _native.call(id(token), *given)
-    if not _are_same(replayed, output):
-        _native.forget(id(token), (*given,))
-        return None
-    return replayed
+        return False
+
+    def is_right(number: int, found: Tensor, found_saved: list[Tensor | None]) -> bool:
+        if not all(map(_are_same, (found, *found_saved), (output, *saved))):
+            return False
+        _calls[number] = _Call(token, backward, constants, recording)  # before anybody can replay it
+        return True
+
+    steps, sizes = _released(recording.steps, {slot, *slots}), (recording.num_slots, recording.constants)
+    learnt: bool = _native.learn(id(token), (*given,), *sizes, steps, output, slot, [*saved], slots, is_right)
+    return learnt
 
 
-def _are_same(one: Tensor, other: Tensor) -> bool:
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
     """Tell whether two results are the same, bit for bit, and lie alike."""
+    if one is None or other is None or one is other:
+        return one is other
     if one.shape != other.shape or one.stride() != other.stride():
         return False
     return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
@@ -421,15 +451,15 @@ class _Watch(TorchDispatchMode):
         name, schema, known = func.overloadpacket.__name__, func._schema, self._recording
         if name in _ALLOCATIONS:
             known.steps.append(("allocate", known.add(result), result))
-        elif name in _OPERATORS and not kwargs:
-            self._called(schema, args, result)
+        elif name in _OPERATORS:
+            self._called(schema, args, kwargs or {}, result)
         elif not (schema.returns and all(each.alias_info and not each.alias_info.is_write for each in schema.returns)):
             known.is_sound = False  # neither a view nor anything that is replayed
         return result
 
-    def _called(self, schema: Any, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+    def _called(self, schema: Any, args: tuple[Any, ...], named: dict[str, Any], results: tuple[Any, ...]) -> None:
         known = self._recording
-        values = [*args, *(each.default_value for each in schema.arguments[len(args) :])]
+        values = [*args, *(named.get(each.name, each.default_value) for each in schema.arguments[len(args) :])]
         given = [(place, known.slot_of(x)) for place, x in enumerate(values) if isinstance(x, Tensor)]
         dropout = next(place for place, each in enumerate(schema.arguments) if each.name == "dropout_p")
         known.is_sound &= not values[dropout]

@@ -304,12 +304,12 @@ def _attend(
         return compiled
     replays = None
     if isinstance(pattern, PatternLayout):
-        pattern = pattern.pattern(str(query.device))
         is_plain = slopes is None and not dropout_p and not has_lse
-        if is_plain and backend in ("auto", "triton"):
-            replays = replays_on(query.device.type)
-        if replays and (known := replays.replay(pattern, query, key, value, padding)) is not None:
-            return known, None
+        if is_plain and backend in ("auto", "triton") and (replays := replays_on(query.device.type)):
+            token = remembered(_tokens, pattern, object)
+            if (known := replays.replay(token, query, key, value, padding)) is not None:
+                return known, None
+        pattern = pattern.pattern(str(query.device))
         if is_plain and padding is None and backend == "auto" and pattern.shows_all:  # too short to hide anything
             return exact_attention(query, key, value, score_bias=_no_bias, is_causal=pattern.is_causal), None
     tensors = query, key, value, padding, slopes
@@ -326,7 +326,7 @@ def _attend(
 
         tables = pattern.indices, pattern.counts, *(pattern.transposed if needs_grad else ())
         backward = partial(_differentiate_replayed, rest)
-        learned = replays.learn(pattern, kind, (query, key, value, padding), forward, backward, tables)
+        learned = replays.learn(token, kind, (query, key, value, padding), forward, backward, tables)
         if learned is not None:
             return learned, None
     if path == "flex" or not (needs_grad or forward_ad._current_level >= 0):  # forward derivatives are refused below
@@ -341,6 +341,7 @@ def _no_bias(*_: object, **__: object) -> Tensor:
 
 
 _paths: dict[Hashable, tuple[Backend, Hashable]] = {}
+_tokens: dict[Hashable, object] = {}  # by layout: its pattern may have been given up, and be made anew
 
 
 def _path_and_kind(
