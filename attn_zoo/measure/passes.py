@@ -101,6 +101,8 @@ def make_pass(
         return fwd, None
     if kind.forwards:
         return fwd_bwd, clear
+    for _ in range(2 if leaves[0].is_cuda else 0):
+        fwd()  # the third of a kind is the first that may be replayed (`kernels/replay.py`), and so are its gradients
     output = fwd()
     seed = seed_for(output)
 

@@ -540,9 +540,8 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch, tmp_path, cap
 
 def test_threads_that_compile_at_once_do_not_disturb_each_other(monkeypatch, tmp_path):
     slow = tmp_path / "slow"
-    slow.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho begun > "$2"\nsleep 0.5\necho ended >> "$2"\n'
-    )
+    script = 'while [ "$1" != -o ]; do shift; done', 'echo begun > "$2"', "sleep 0.5", 'echo ended >> "$2"'
+    slow.write_text("\n".join(["#!/bin/sh", *script, ""]))
     slow.chmod(0o755)
     target = tmp_path / "cache" / "module.so"
     with ThreadPoolExecutor(2) as pool:
@@ -601,7 +600,7 @@ def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch, tmp_path
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["bigbird", "linformer", "local_window"])
 def test_calls_are_replayed_with_the_same_bits_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
-    """From the third on, or of a process's first ones from the fourth: in another stream and in a captured graph too."""
+    """From the third on, of a process's first from the fourth: in another stream and in a captured graph too."""
     assert prepare() is None
     build = BuildContext(embed_dim=128, num_heads=2, max_seq_len=1024)
     attention = build_attention(name, build).to("cuda", torch.bfloat16)
