@@ -120,7 +120,10 @@ def list_command(
     if what != "variants":
         rows = _summaries(what)
         if as_json:
-            console.print_json([{"name": name, "summary": summary} for name, summary in rows])
+            from attn_zoo.training.protocol import PROTOCOLS
+
+            more = {name: {"settings": asdict(one)} for name, one in PROTOCOLS.items()} if what == "protocols" else {}
+            console.print_json([{"name": name, "summary": summary} | more.get(name, {}) for name, summary in rows])
         else:
             console.print_table("", (_LISTS[what], "what it is"), rows)
             console.print_failures(_failures(tasks) if what == "tasks" else [])

@@ -70,7 +70,7 @@ def compare(
     before: Source,
     after: Source,
     fail: Annotated[
-        bool, typer.Option(help="Exit with code 3 if a cell is called slower or a score worse, however little.")
+        bool, typer.Option(help="Exit with code 3 if anything is called slower, larger or worse, or a cell failed.")
     ] = False,
     fail_above: Annotated[
         str | None,
@@ -105,8 +105,7 @@ def compare(
     worse = found.worse if fail_above else []
     if not markdown:
         _print_each("worse", worse)
-    is_worse = fail and {row["verdict"] for row in found.rows} & {"slower", "worse"}
-    raise typer.Exit(3 if worse or is_worse else 0)
+    raise typer.Exit(3 if worse or (fail and found.is_worse) else 0)
 
 
 def _print_each(what: str, texts: Sequence[str]) -> None:

@@ -553,7 +553,7 @@ class Cell(Json, _Keyed):
         num_kv_heads: G.
         head_dim: D.
         is_causal: later keys hidden.
-        has_padding: the last quarter of every second sequence is padding; see `least_pairs_frac`.
+        has_padding: the last quarter of every second sequence is padding, of the first one too; see `least_pairs_frac`.
         dropout_p: on attention weights.
         inputs: kind of the queries, keys and values that an approximation is measured on; empty for normal numbers.
         task: registered task.

@@ -88,6 +88,12 @@ def test_everything_with_a_name_is_listed_with_what_it_is(call, what, name, word
     assert all(each in call("list", what).out for each in rows)
 
 
+def test_the_fields_of_a_protocol_that_may_be_overridden_are_in_its_json(call):
+    rows = {entry["name"]: entry["settings"] for entry in json.loads(call("list", "protocols", "--json").out)}
+    assert rows["cpu-small"]["num_steps"] == 4000
+    assert {"base_lr", "pretrain_steps", "compile"} < set(rows["lra-small"])
+
+
 def test_lists_fit_eighty_columns(call):
     kinds = [["list", what] for what in ("variants", "tasks", "matrices", "protocols", "checks")]
     for arguments in (*kinds, ["show", "linformer"], ["show", "bigbird"]):

@@ -54,6 +54,17 @@ def test_a_run_beside_itself_passes_and_a_slower_one_fails_with_code_three(call)
     assert call("compare", "after", "before", "--fail-above", "5%").code == 0
 
 
+def test_what_failed_or_grew_fails_too(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "before", [timed("v", 512, 10.0)])
+    write_run(tmp_path / "failed", [scaling("v", 512, status="gate_failed")])
+    large = timed("v", 512, 10.0)
+    assert large.memory is not None
+    peak_bytes = 2 * (large.memory.peak_bytes or 0)
+    write_run(tmp_path / "larger", [replace(large, memory=replace(large.memory, peak_bytes=peak_bytes))])
+    assert [call("compare", "before", name, "--fail").code for name in ("before", "failed", "larger")] == [0, 3, 3]
+
+
 @pytest.mark.usefixtures("folders")
 def test_compare_prints_a_comment_or_data(call):
     comment = call("compare", "before", "after", "--fail-above", "5%", "--markdown")

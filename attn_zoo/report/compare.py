@@ -132,6 +132,16 @@ class Comparison:
                 said.append(f"{name}: {after} after {before}")
         return said
 
+    @property
+    def is_worse(self) -> bool:
+        """Whether b does anything worse, however little, takes clearly more memory, or lost what a has."""
+        return any(
+            row["verdict"] in {"slower", "worse", "failed in b"}
+            or row.get("num_lost")
+            or (row.get("memory_ratio") or 0.0) > 1 + SAME_WITHIN
+            for row in self.rows
+        )
+
     def tables(self, most: int | None = None) -> list[Table]:
         """Return what both runs have, for people: times, errors and scores.
 

@@ -37,7 +37,7 @@ class ScalingGroup(TimedCallGroup):
     Args:
         passes: what is timed; see `attn_zoo.records.PASSES`.
         is_causal: later keys hidden.
-        has_padding: the last quarter of every second sequence is padding.
+        has_padding: the last quarter of every second sequence is padding, of the first one too.
         dropout_p: on attention weights.
     """
 

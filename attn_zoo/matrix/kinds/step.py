@@ -57,7 +57,7 @@ class StepGroup(TimedGroup):
         variants: names, or tables `{name, label, options, compile}`.
         protocol: named training protocol.
         batch_size: B; the protocol's own if absent.
-        has_padding: the last quarter of every second sequence is padding.
+        has_padding: the last quarter of every second sequence is padding, of the first one too.
     """
 
     entry: ClassVar[type[Entry]] = StepEntry

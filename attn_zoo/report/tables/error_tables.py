@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
@@ -12,7 +11,6 @@ from attn_zoo.report.tables.table import (
     BRACKETS,
     Column,
     Note,
-    Row,
     Table,
     interval_column,
     interval_values,
@@ -72,19 +70,26 @@ def error_interval(point: ErrorPoint) -> str:
     return f"{error_text(point.value)}{ends}"
 
 
-def _value(row: Row, key: str) -> float | None:
-    one = row[key]
-    return one.value if isinstance(one, ErrorPoint) else one
+_Found = ErrorPoint | float | None
 
 
-def _error_column(heading: str, key: str, priority: float) -> Column:
+def _error_column(heading: str, key: str, priority: float, found: Mapping[str, Mapping[str, _Found]]) -> Column:
+    """Return the column of the errors `key` of all rows, which `found` has by variant."""
     return Column(
         heading=heading,
-        show=lambda row: _text(row[key]),
+        show=lambda row: _text(found[row["variant"]][key]),
         brief=without_interval,
-        sort=partial(_value, key=key),
+        sort=lambda row: row[key],
         priority=priority,
     )
+
+
+def _values(found: Mapping[str, Mapping[str, _Found]]) -> list[dict[str, Any]]:
+    """Return a row of numbers for each variant."""
+    return [
+        {"variant": label} | {key: one.value if isinstance(one, ErrorPoint) else one for key, one in errors.items()}
+        for label, errors in found.items()
+    ]
 
 
 def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
@@ -93,11 +98,10 @@ def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
     if not lengths:
         return None
     ranks = {length: rank for rank, length in enumerate(by_importance(lengths))}
-    rows: list[dict[str, Any]] = [
-        {"variant": curve.label, **{str(length): curve.at(length) for length in lengths}}
-        for curve in panel.over_lengths
-    ]
-    rows.append({"variant": MEAN, **{str(length): panel.mean_error[length] for length in lengths}})
+    found: dict[str, dict[str, _Found]] = {
+        curve.label: {f"error_{length}": curve.at(length) for length in lengths} for curve in panel.over_lengths
+    }
+    found[MEAN] = {f"error_{length}": panel.mean_error[length] for length in lengths}
     spread = [f"{human_number(count)} at {human_length(length)}" for length, count in panel.num_effective_keys.items()]
     return Table(
         name=f"{group.name}-{panel.inputs}",
@@ -111,11 +115,11 @@ def error_table(group: ErrorGroup, panel: ErrorPanel) -> Table | None:
         columns=(
             text_column("variant", priority=0),
             *(
-                _error_column(human_length(length), str(length), 1 + ranks[length] / (len(ranks) + 1))
+                _error_column(human_length(length), f"error_{length}", 1 + ranks[length] / (len(ranks) + 1), found)
                 for length in lengths
             ),
         ),
-        rows=tuple(rows),
+        rows=tuple(_values(found)),
         is_view=True,
     )
 
@@ -152,15 +156,14 @@ def _by_inputs(group: ErrorGroup, name: str, title: str, length: int, order: Seq
     """Return a row for each curve, with its label's error on each kind of inputs at a length."""
     panels = [panel for panel in group.panels if panel.lengths]
     exact = next((flops for curve in order if curve.is_exact and (flops := curve.flops(length))), None)
-    rows: list[dict[str, Any]] = []
+    found: dict[str, dict[str, _Found]] = {}
     for curve in order:
         own = {panel.inputs: next((one for one in panel.curves if one.label == curve.label), None) for panel in panels}
-        points = {str(inputs): one.at(length) if one else None for inputs, one in own.items()}
-        flops = curve.flops(length)
-        share = flops / exact if flops and exact else None
-        rows.append({"variant": curve.label, "flops": flops, "flops_frac": share, **points})
-    means = {str(panel.inputs): panel.mean_error.get(length) for panel in panels}
-    rows.append({"variant": MEAN, "flops": None, "flops_frac": None, **means})
+        found[curve.label] = {f"error_{inputs}": one.at(length) if one else None for inputs, one in own.items()}
+    found[MEAN] = {f"error_{panel.inputs}": panel.mean_error.get(length) for panel in panels}
+    rows = _values(found)
+    for row, flops in zip(rows, [*(curve.flops(length) for curve in order), None], strict=True):
+        row |= {"flops": flops, "flops_frac": flops / exact if flops and exact else None}
     return Table(
         name=f"{group.name}-{name}",
         title=f"{title} at {human_length(length)} tokens" + (f", {group.apart}" if group.apart else ""),
@@ -171,7 +174,7 @@ def _by_inputs(group: ErrorGroup, name: str, title: str, length: int, order: Seq
         ),
         columns=(
             text_column("variant", priority=0),
-            *(_error_column(panel.inputs, panel.inputs, 0.5) for panel in panels),
+            *(_error_column(panel.inputs, f"error_{panel.inputs}", 0.5, found) for panel in panels),
             number_column("FLOPs", "flops", human_flops, 2),
             number_column("of exact", "flops_frac", percent, 1),
         ),

@@ -53,6 +53,8 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
     the length stand beside the numbers.
     """
     order = by_importance(panel.lengths)
+    unit = "median_ms" if quantity == "time" else "peak_bytes"
+    outcomes = {series.label: series.outcomes for series in panel.series}
 
     def value(point: Point) -> float | None:
         return point.median_ms if quantity == "time" else point.memory.peak_bytes
@@ -64,7 +66,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         here = every.fixed(value(point) for point in panel.points if point.seq_len == length)
 
         def show(row: Row) -> str:
-            one = row[str(length)]
+            one = outcomes[row["variant"]].get(length)
             if not isinstance(one, Point):
                 return NO_RECORD if one is None else str(one.word)
             if quantity == "time":
@@ -75,7 +77,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
             heading=human_length(length),
             show=show,
             brief=lambda text: without_interval(text).partition(" (")[0],  # nor the time of the GPU alone
-            sort=lambda row: value(one) if isinstance(one := row[str(length)], Point) else None,
+            sort=lambda row: row[f"{unit}_{length}"],
             priority=1 + order.index(length) / (len(order) + 1),
         )
 
@@ -90,7 +92,10 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         columns=tuple(columns),
         rows=tuple(
             {"variant": series.label, "weights": weights[series.label]}
-            | {str(length): series.outcomes.get(length) for length in panel.lengths}
+            | {
+                f"{unit}_{length}": value(one) if isinstance(one := series.outcomes.get(length), Point) else None
+                for length in panel.lengths
+            }
             for series in panel.ranked_by(value)
         ),
         is_view=True,

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -274,3 +275,15 @@ def test_a_number_is_never_cut_where_a_column_can_go(tmp_path):
     assert "from 123,456 or less" in out.getvalue()
     assert "a_variant…ong_name" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 45
+
+
+@pytest.mark.parametrize("run", ["h100/scaling-gpu", "xeon-avx512-2cores/approximation-cpu"])
+def test_rows_hold_plain_values(run):
+    """What files and frames get; texts are for people."""
+    analysis = analyse([Path(__file__).parents[3] / "results" / run])
+    for table in make_tables(analysis):
+        found = {type(value) for row in table.rows for value in row.values()}
+        assert found <= {str, int, float, bool, type(None)}, table.name
+    (table, *_) = [one for one in make_tables(analysis) if one.name.startswith(("time-", "error-"))]
+    columns = [name for name in table.fields if name.startswith(("median_ms_", "error_"))]
+    assert all(isinstance(row[columns[0]], float) for row in table.rows)
