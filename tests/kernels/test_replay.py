@@ -442,6 +442,21 @@ def test_interpreted_what_is_more_than_launches_is_not_learnt(driver, compute: s
     assert (replay_module.replay(token, given) is not None) is (compute == "launched")
 
 
+def test_interpreted_an_operator_keeps_what_it_is_given_by_name(driver):
+    given, token = [torch.randn(1, 2, 8, 16) for _ in range(3)], object()
+
+    def forward() -> tuple[Tensor, list[Tensor]]:
+        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, False, scale=0.3)
+        return output, []
+
+    for _ in range(2):
+        replay_module.learn(token, "kind", given, forward, lambda saved, grad: (grad, None, None))
+    found = replay_module.replay(token, *given)
+    assert found is not None
+    assert torch.equal(found, forward()[0])
+    assert not torch.allclose(found, torch.nn.functional.scaled_dot_product_attention(*given))
+
+
 def test_interpreted_an_error_of_python_in_backward_stays_what_it_is(driver):
     kernel, token = CachedLaunch(Copy(), (1,), {}), object()
     given = torch.ones(4, requires_grad=True)
