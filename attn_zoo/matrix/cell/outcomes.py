@@ -18,6 +18,7 @@ _HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Ca
 _DEVICE_SIGNS = (
     *("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
 
@@ -43,7 +44,9 @@ def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Sta
     if isinstance(error, StoreError):  # a full disk says nothing about the cell, which goes on from its checkpoint
         return "cancelled", message_of(text)
     if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
-        return "oom_device", first_line(error)
+        # The first line may be that of a compiler, which met it.
+        said = (line for line in message_of(error).splitlines() if any(sign in line for sign in _DEVICE_SIGNS))
+        return "oom_device", next(said, first_line(error))
     is_host_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if is_host_memory or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
         return "oom_host", _host_reason(error, room_bytes)

@@ -157,6 +157,16 @@ class Untold(Exception):
             "oom_device",
             "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         ),
+        (
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+            "oom_device",
+            "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        ),
+        (
+            RuntimeError("backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried"),
+            "oom_device",
+            "OutOfMemoryError: CUDA out of memory. Tried",
+        ),
         (MemoryError(), "oom_host", "out of host memory: an allocation failed; 4.00 GiB were free when the cell began"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."),
