@@ -53,9 +53,14 @@ _MODULE = "attn_zoo_replay"
 _VARIABLE = "ATTN_ZOO_REPLAY"
 _SLOWER = "calls are not replayed, so the host takes longer for each: {}"
 
+REPLAYED = "replayed"
+"""Noted among the paths of a call that is."""
+
+MOST_NUMBERS = 2**26
+"""Of the first tensor of a call that is replayed: where it is long, the host does not count and memory does."""
+
 _MOST_TRIES = 4  # to record a kind of call; then it stays in Python
 _MOST_TRIED = 8 * MAX_KINDS
-_MOST_NUMBERS = 2**26  # of the first tensor: where a call is long, the host does not count and memory does
 
 _loading = Lock()  # threads come to their second call at once
 _native: Any = None
@@ -129,12 +134,15 @@ def _warn(line: str) -> None:
     logging.getLogger("attn_zoo").warning("attn_zoo: %s", line)  # on standard error, unless the program says otherwise
 
 
-def prepare(*, addresses: tuple[int, int] | None = None, compiles: bool = True) -> str | None:
+def prepare(
+    *, addresses: tuple[int, int] | None = None, compiles: bool = True, say: Callable[[str], object] = _warn
+) -> str | None:
     """Load the compiled module, and compile it first, which takes half a minute once on a machine and is said.
 
     Args:
         addresses: of functions like `cuLaunchKernel` and `aoti_torch_get_current_cuda_stream`; None finds these two.
         compiles: it, where it is not compiled; otherwise it is not used now.
+        say: told what takes long, and why what could be expected to work does not.
 
     Returns:
         Why calls are not replayed, or None where they are.
@@ -143,14 +151,14 @@ def prepare(*, addresses: tuple[int, int] | None = None, compiles: bool = True) 
     with _loading:
         if _native is not None:
             return None
-        reason = _load(addresses, compiles=compiles)
+        reason = _load(addresses, compiles=compiles, say=say)
         if reason is None or compiles:
             _why_not = reason
     return reason
 
 
 def prepare_run(say: Callable[[str], object]) -> None:
-    """Compile the module before processes are started that measure; where that cannot be, let none of them replay.
+    """Compile and load the module before processes are started that measure; else let none of them replay.
 
     Their environment says so then (`ATTN_ZOO_REPLAY`), and it is part of what is recorded.
 
@@ -158,16 +166,13 @@ def prepare_run(say: Callable[[str], object]) -> None:
         say: told what takes long, and why calls are not replayed.
     """
     found = _found(None)
-    reason = found if isinstance(found, str) else None
-    if reason is None and not _place().is_file():
-        reason = _compile(_place(), say)
-    elif reason is not None:
-        say(_SLOWER.format(reason))
-    if reason is not None:
+    if isinstance(found, str):
+        say(_SLOWER.format(found))
+    if isinstance(found, str) or prepare(say=say) is not None:
         os.environ[_VARIABLE] = "0"
 
 
-def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
+def _load(addresses: tuple[int, int] | None, *, compiles: bool, say: Callable[[str], object]) -> str | None:
     global _native  # noqa: PLW0603
     found = _found(addresses)
     if isinstance(found, str):
@@ -176,7 +181,7 @@ def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
     if not path.is_file():
         if not compiles:
             return "not compiled on this machine yet; the first run on its GPU does it"
-        if (reason := _compile(path, _warn)) is not None:
+        if (reason := _compile(path, say)) is not None:
             return reason
     spec = spec_from_file_location(_MODULE, path, loader=ExtensionFileLoader(_MODULE, str(path)))
     assert spec is not None
@@ -185,7 +190,8 @@ def _load(addresses: tuple[int, int] | None, *, compiles: bool) -> str | None:
         module: Any = module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:  # of another machine, in a home that nodes of a cluster share
-        return f"cannot be loaded: {error}"
+        say(_SLOWER.format(reason := f"what is compiled cannot be loaded: {error}"))
+        return reason
     module.use(*found, launch_hooks(), _differentiate)
     _native = module
     return None
@@ -212,7 +218,7 @@ def replay(token: object, *tensors: Tensor | None) -> Tensor | None:
         return None
     output: Tensor | None = _native.call(id(token), *tensors)
     if output is not None and trace._recorders:
-        for name in _calls[_native.last()].paths:
+        for name in (*_calls[_native.last()].paths, REPLAYED):
             trace.note_path(name)
     return output
 
@@ -353,7 +359,7 @@ def learn(
     """
     first = given[0]
     assert first is not None
-    if _why_not or first.numel() > _MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched() or _is_capturing(first):
+    if _why_not or first.numel() > MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched() or _is_capturing(first):
         return None
     if len(_tries) >= _MOST_TRIED:
         _tries.clear()
@@ -434,6 +440,10 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         launch_recorders.remove(self._launched)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first dispatch loads the compiler, to keep it out: seconds, within a call
 
     def _launched(self, launch: CachedLaunch, tensors: tuple[Tensor | None, ...]) -> None:
         if get_ident() != self._thread:

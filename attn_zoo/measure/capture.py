@@ -12,13 +12,19 @@ _num_failed = 0
 
 
 def num_failed() -> int:
-    """Return how many captures failed in this process.
+    """Return how many captures, or replays of one, failed in this process.
 
     Up to torch 2.12 its allocator then believes for ever that one goes on: it gives no memory back, and what runs out
     of memory later is not tried again with what is cached. So nothing else should be measured here. And graphs that
     were captured before follow a state of the generator that is not the generator's any more.
     """
     return _num_failed
+
+
+def note_failure() -> None:
+    """Count a replay that failed: what it broke, the next cell of this process would meet."""
+    global _num_failed  # noqa: PLW0603 - of the process
+    _num_failed += 1
 
 
 @contextmanager
@@ -39,8 +45,7 @@ def capturing(graph: Any, stream: Any, *, pool: Any = None, cuda: Any = torch.cu
                 error = inner
                 raise
     except Exception as last:  # to end a capture that was broken off raises too, and says nothing of why
-        global _num_failed  # noqa: PLW0603 - of the process
-        _num_failed += 1
+        note_failure()
         generator.graphsafe_set_state(before)
         if error is not None and error is not last:
             raise error from None

@@ -20,6 +20,18 @@ from attn_zoo.records import PASSES, CallPass
 
 GRAD_SEED = 20_170_612
 
+MOST_REPLAYED = 2**26
+"""Numbers in the first tensor of a call that may be replayed on a GPU; as `MOST_NUMBERS` of `kernels/replay.py`."""
+
+
+def num_settling(first: Tensor) -> int:
+    """Return how many calls run otherwise than all later ones, after the very first.
+
+    On a GPU the second call of a kind is recorded, beside what it was recorded from, and replayed later. Torch may
+    settle which kernel it prefers in the first, which makes the next one the first of another kind.
+    """
+    return 3 if first.is_cuda and first.numel() <= MOST_REPLAYED else 0
+
 
 def clear_grads(leaves: Sequence[Tensor]) -> None:
     """Set the gradients of `leaves` to None, so that the next backward allocates them instead of adding."""
@@ -101,8 +113,8 @@ def make_pass(
         return fwd, None
     if kind.forwards:
         return fwd_bwd, clear
-    for _ in range(2 if leaves[0].is_cuda else 0):
-        fwd()  # the third of a kind is the first that may be replayed (`kernels/replay.py`), and so are its gradients
+    for _ in range(num_settling(leaves[0])):
+        fwd()  # gradients are replayed of what is
     output = fwd()
     seed = seed_for(output)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from attn_zoo.measure.capture import capturing
+from attn_zoo.measure.capture import capturing, note_failure
 from attn_zoo.records import Timing
 
 FLUSH_BYTES = 256 * 2**20
@@ -257,6 +257,10 @@ def with_device_time(
     try:
         return replace(timing, graph_ms=_graph_ms(make, torch.device(device), timing.median_ms, cuda))
     except Exception as error:  # whatever a foreign call does: the time of single calls stands
+        try:
+            cuda.synchronize(torch.device(device))
+        except Exception:  # an error of the device stays with the process
+            note_failure()
         first = (str(error).strip().splitlines() or [""])[0]
         return replace(timing, graph_reason=f"{type(error).__name__}: {first}")
 

@@ -10,6 +10,8 @@ import ctypes
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -192,7 +194,7 @@ def test_interpreted_blocks_are_replayed_from_the_third_call_on(driver, names: t
     assert not are_same(found, wanted)
     with trace.recording() as paths:
         assert are_same(outcome(others, padding), found)
-    assert paths == ["block_sparse.triton"]
+    assert paths == ["block_sparse.triton", "replayed"]
 
 
 def test_interpreted_calls_that_are_not_alike_are_not_replayed(driver):
@@ -454,7 +456,8 @@ def test_interpreted_an_operator_keeps_what_it_is_given_by_name(driver):
     found = replay_module.replay(token, *given)
     assert found is not None
     assert torch.equal(found, forward()[0])
-    assert not torch.allclose(found, torch.nn.functional.scaled_dot_product_attention(*given))
+    query, key, value = given
+    assert not torch.allclose(found, torch.nn.functional.scaled_dot_product_attention(query, key, value))
 
 
 def test_interpreted_an_error_of_python_in_backward_stays_what_it_is(driver):
@@ -587,28 +590,59 @@ def test_a_program_of_ones_own_compiles_when_a_call_comes_again(monkeypatch):
     assert replay_module._why_not == "no room"
 
 
-def _written(place: Path, say: Callable[[str], object]) -> None:
-    say("compiling")
-    place.parent.mkdir()
-    place.touch()
-
-
-def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch, tmp_path):
+def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch):
     said: list[str] = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def load(_: object, *, compiles: bool, say: Callable[[str], object]) -> None:
+        assert compiles
+        say("compiling")
+        monkeypatch.setattr(replay_module, "_native", object())
+
+    monkeypatch.setattr(replay_module, "_native", None)
+    monkeypatch.setattr(replay_module, "_why_not", "")
     monkeypatch.delenv("ATTN_ZOO_REPLAY", raising=False)
     monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
-    monkeypatch.setattr(replay_module, "_compile", _written)
-    replay_module.prepare_run(said.append)
-    assert said == ["compiling"]
-    replay_module.prepare_run(said.append)
-    assert len(said) == 1
+    monkeypatch.setattr(replay_module, "_load", load)
+    for _ in range(2):
+        replay_module.prepare_run(said.append)
+        assert said == ["compiling"]
     assert "ATTN_ZOO_REPLAY" not in os.environ
     monkeypatch.setattr(replay_module, "_found", lambda _: "no driver")
     replay_module.prepare_run(said.append)
     assert said[1:] == ["calls are not replayed, so the host takes longer for each: no driver"]
     assert os.environ["ATTN_ZOO_REPLAY"] == "0"
     assert capture_environment().variables["ATTN_ZOO_REPLAY"] == "0"
+
+
+def test_what_was_compiled_elsewhere_and_cannot_be_loaded_is_said(monkeypatch, tmp_path):
+    """As in a home that nodes of a cluster share: else some processes of a run would replay."""
+    said: list[str] = []
+    monkeypatch.setattr(replay_module, "_native", None)
+    monkeypatch.setattr(replay_module, "_why_not", "")
+    monkeypatch.delenv("ATTN_ZOO_REPLAY", raising=False)
+    monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
+    monkeypatch.setattr(replay_module, "_place", lambda: tmp_path / "module.so")
+    (tmp_path / "module.so").write_text("of another machine")
+    replay_module.prepare_run(said.append)
+    (line,) = said
+    assert "so the host takes longer for each: what is compiled cannot be loaded" in line
+    assert os.environ["ATTN_ZOO_REPLAY"] == "0"
+
+
+def test_to_record_a_call_does_not_load_the_compiler():
+    """Which takes seconds, and would be a part of a time."""
+    pytest.importorskip("triton")
+    script = """
+import sys, torch
+from attn_zoo.kernels.replay import _Recording
+given = torch.ones(2)
+recording = _Recording([given], [])
+recording.run(lambda: torch.empty_like(given))
+assert recording.steps, recording.steps
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu

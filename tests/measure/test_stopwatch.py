@@ -297,6 +297,29 @@ def test_times_of_a_cpu_are_left_alone():
     assert cuda.log == []
 
 
+class DyingCuda(GraphCuda):
+    """Of which a replay is the end: whatever follows says so."""
+
+    is_dead = False
+
+    def work(self, name: str, milliseconds: float) -> None:
+        super().work(name, milliseconds)
+        self.is_dead |= name == "replay"
+
+    def synchronize(self, *_device: object) -> None:
+        super().synchronize()
+        if self.is_dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_what_a_replay_broke_is_not_left_to_the_next_cell(monkeypatch):
+    monkeypatch.setattr(capture, "_num_failed", 0)
+    timing = split(single(0.05), DyingCuda())
+    assert (timing.graph_ms, timing.median_ms) == (None, 0.05)
+    assert timing.graph_reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert capture.num_failed() == 1
+
+
 def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(capture, "_num_failed", 0)
     cuda = GraphCuda(fails=True)

@@ -18,7 +18,7 @@ _HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Ca
 _DEVICE_SIGNS = (
     *("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    *("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cuLaunchKernel: error 2 "),
 )
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
 

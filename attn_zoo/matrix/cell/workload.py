@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from attn_zoo.matrix.claimed_costs import Claims
+from attn_zoo.measure.passes import num_settling
 from attn_zoo.records import Memory
 
 Call = Callable[[], object]
@@ -70,3 +71,13 @@ class AbstractWorkload(ABC):
     @abstractmethod
     def release(self) -> None:
         """Let go of what a call leaves behind."""
+
+
+def settle_calls(work: AbstractWorkload) -> None:
+    """Make the first calls of a kind, the one among them that is recorded (`num_settling`), which takes longer."""
+    if count := num_settling(work.inputs[0]):
+        call, setup = work.make_call()
+        for _ in range(count):
+            if setup is not None:
+                setup()
+            call()

@@ -22,7 +22,7 @@ from attn_zoo.conformance.checks.decoding import state_tensors
 from attn_zoo.conformance.subject import has_routing
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
-from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
+from attn_zoo.matrix.cell.workload import AbstractWorkload, Call, settle_calls
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, claims, config_of, forward_flops
 from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.kinds.one_call import gate_call, make_module
@@ -219,6 +219,9 @@ class PrefillWorkload(AbstractReadWorkload):
 
     def make_call(self) -> tuple[Call, Call | None]:
         return self._prefill, None
+
+    def settle(self) -> None:
+        settle_calls(self)
 
     @torch.no_grad()
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.conformance.probes import probe, probe_dropout
 from attn_zoo.conformance.tolerance import largest_error, rounding
 from attn_zoo.errors import GateError
-from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
+from attn_zoo.matrix.cell.workload import AbstractWorkload, Call, settle_calls
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, form_of
 from attn_zoo.matrix.kinds.kind import Axis
 from attn_zoo.matrix.kinds.one_call import gate_call, make_module
@@ -94,6 +94,9 @@ class CallWorkload(AbstractWorkload):
     def make_call(self) -> tuple[Call, Call | None]:
         clear_grads(self.leaves)
         return make_pass(self.forward, self.leaves, _pass_of(self.cell))
+
+    def settle(self) -> None:
+        settle_calls(self)
 
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         assert isinstance(output, Tensor)
