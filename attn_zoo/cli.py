@@ -120,10 +120,8 @@ def list_command(
     if what != "variants":
         rows = _summaries(what)
         if as_json:
-            from attn_zoo.training.protocol import PROTOCOLS
-
-            more = {name: {"settings": asdict(one)} for name, one in PROTOCOLS.items()} if what == "protocols" else {}
-            console.print_json([{"name": name, "summary": summary} | more.get(name, {}) for name, summary in rows])
+            found = [{"name": name, "summary": summary} for name, summary in rows]
+            console.print_json(_with_settings(found) if what == "protocols" else found)
         else:
             console.print_table("", (_LISTS[what], "what it is"), rows)
             console.print_failures(_failures(tasks) if what == "tasks" else [])
@@ -132,14 +130,21 @@ def list_command(
 
     infos = [describe(name) for name in variants]
     if as_json:
-        found = [console.variant_data(info) for info in infos]
-        console.print_json({"variants": found, "failures": _failures(variants)})
+        every = [console.variant_data(info) for info in infos]
+        console.print_json({"variants": every, "failures": _failures(variants)})
     else:
         console.print_variants(infos, _failures(variants))
 
 
 def _failures(registry: Registry[Any]) -> list[tuple[str, str]]:
     return [(failure.provider, failure.reason) for failure in registry.failures]
+
+
+def _with_settings(protocols: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return the protocols with all their fields, which a matrix may override."""
+    from attn_zoo.training.protocol import PROTOCOLS
+
+    return [{**one, "settings": asdict(PROTOCOLS[one["name"]])} for one in protocols]
 
 
 _LISTS = {"tasks": "task", "matrices": "matrix", "protocols": "protocol", "checks": "check"}

@@ -24,7 +24,7 @@ MOST_REPLAYED = 2**26
 """Numbers in the first tensor of a call that may be replayed on a GPU; as `MOST_NUMBERS` of `kernels/replay.py`."""
 
 
-def num_settling(first: Tensor) -> int:
+def num_unlike(first: Tensor) -> int:
     """Return how many calls run otherwise than all later ones, after the very first.
 
     On a GPU the second call of a kind is recorded, beside what it was recorded from, and replayed later. Torch may
@@ -113,7 +113,7 @@ def make_pass(
         return fwd, None
     if kind.forwards:
         return fwd_bwd, clear
-    for _ in range(num_settling(leaves[0])):
+    for _ in range(num_unlike(leaves[0])):
         fwd()  # gradients are replayed of what is
     output = fwd()
     seed = seed_for(output)

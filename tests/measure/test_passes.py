@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_zoo.matrix.cell import workload
 from attn_zoo.measure.memory import memory_of_pass
-from attn_zoo.measure.passes import MOST_REPLAYED, grad_like, make_pass, num_settling
+from attn_zoo.measure.passes import MOST_REPLAYED, grad_like, make_pass, num_unlike
 from attn_zoo.measure.timing import Sampling
 from tests.measure.fake_clock import FakeClock
 
@@ -91,13 +91,13 @@ def test_gradients_are_cleared_between_calls_not_added():
 def test_a_gpu_has_calls_to_settle_where_it_may_replay_them():
     replay = pytest.importorskip("attn_zoo.kernels.replay", reason="replays need triton", exc_type=ImportError)
     assert replay.MOST_NUMBERS == MOST_REPLAYED
-    assert num_settling(torch.ones(3)) == 0
-    counts = [num_settling(Mock(is_cuda=True, numel=lambda size=size: size)) for size in (2**26, 2**26 + 1)]
+    assert num_unlike(torch.ones(3)) == 0
+    counts = [num_unlike(Mock(is_cuda=True, numel=lambda size=size: size)) for size in (2**26, 2**26 + 1)]
     assert counts == [3, 0]
 
 
 def test_calls_that_run_otherwise_are_settled_before_any_is_timed(monkeypatch):
-    monkeypatch.setattr(workload, "num_settling", lambda _: 2)
+    monkeypatch.setattr(workload, "num_unlike", lambda _: 2)
     said: list[str] = []
     work = Mock(inputs=[torch.ones(3)], make_call=lambda: (lambda: said.append("call"), lambda: said.append("setup")))
     workload.settle_calls(work)

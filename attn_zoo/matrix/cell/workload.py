@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from attn_zoo.matrix.claimed_costs import Claims
-from attn_zoo.measure.passes import num_settling
+from attn_zoo.measure.passes import num_unlike
 from attn_zoo.records import Memory
 
 Call = Callable[[], object]
@@ -74,8 +74,8 @@ class AbstractWorkload(ABC):
 
 
 def settle_calls(work: AbstractWorkload) -> None:
-    """Make the first calls of a kind, the one among them that is recorded (`num_settling`), which takes longer."""
-    if count := num_settling(work.inputs[0]):
+    """Make the first calls of a kind, the one among them that is recorded (`num_unlike`), which takes longer."""
+    if count := num_unlike(work.inputs[0]):
         call, setup = work.make_call()
         for _ in range(count):
             if setup is not None:
