@@ -65,11 +65,16 @@ class Batch:
         )
 
     def tell_compiler(self) -> None:
-        """Tell torch's compiler that lengths vary, or it finds out by compiling for the first one alone."""
-        from torch._dynamo import maybe_mark_dynamic  # loads the compiler
+        """Tell torch's compiler that lengths vary, and only they.
+
+        It would find out by compiling for the first length alone. And where training and evaluation have batches of
+        different sizes, it would make code for any size of the later ones.
+        """
+        from torch._dynamo import mark_static, maybe_mark_dynamic  # loads the compiler
 
         for tensor in (self.tokens, self.key_padding_mask, self.other_tokens, self.other_padding_mask):
             if tensor is not None:
+                mark_static(tensor, 0)
                 maybe_mark_dynamic(tensor, 1)
 
     @property

@@ -42,6 +42,7 @@ class Numbers:
         train_flops: so far.
         peak_bytes: most memory in use while training.
         kernels: paths that ran.
+        checks: names of what was checked before the first update.
         curve: evaluations so far.
         pretrain_s: seconds of pretraining; None where there is none.
         pretrain_flops: its FLOPs.
@@ -61,6 +62,7 @@ class Numbers:
     train_flops: float | None = 0.0
     peak_bytes: int | None = None
     kernels: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
     pretrain_s: float | None = None
     pretrain_flops: float | None = None

@@ -53,7 +53,7 @@ def check_gradients(compiled: Gradients, draw: Callable[[int], Gradients]) -> tu
     ratio, name = math.inf, ""
     for pair in range(MAX_PAIRS):
         draws += [draw(2 * pair), draw(2 * pair + 1)]
-        if not all(bool(gradient.isfinite().all()) for gradient in draws[-1].values()):
+        if not all(bool(gradient.isfinite().all()) for drawn in draws[-2:] for gradient in drawn.values()):
             return ()  # the model itself diverges, and training will say so
         ratio, name = largest_ratio(compiled, draws)
         if ratio <= 1:

@@ -4,11 +4,13 @@ A small model's update is hundreds of kernels of microseconds, and the host take
 run them. The first batches of every shape run as they are (so kernels are compiled and chosen, and nothing is done
 twice); then one is captured, and replayed from there on. Random numbers of the device follow its generator at every
 replay, so that dropout is what it would be without. What a graph would freeze is not captured: a model that draws on
-the host. What cannot be captured, such as a model that asks the device for a number, goes on as before.
+the host. What cannot be captured, such as a model that asks the device for a number, goes on as before. The record says
+whether graphs served all shapes.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Hashable
@@ -25,13 +27,16 @@ from attn_zoo.measure.capture import capturing, num_failed
 from attn_zoo.training.batches import Batch
 
 GRAPH_PATH = "cuda_graph"
-"""Noted among the kernels of a run, with the name of what is captured, when its first graph is."""
+"""Noted among the kernels of a run, with the name of what is captured, when its first graph is.
+
+With `.partly` where some shapes have none, and `.given_up` where there were graphs and are no more.
+"""
 
 NUM_PLAIN = 3
 """Batches of a shape before it is captured."""
 
-MAX_SHAPES = 16
-"""Shapes captured at most: each keeps a copy of a batch, and what it returns."""
+MAX_SHAPES = 128
+"""Shapes captured at most: each keeps a copy of a batch, and what it returns. Pairs of inputs come in hundreds."""
 
 
 class Graphed:
@@ -53,6 +58,7 @@ class Graphed:
         self._num_seen: dict[Hashable, int] = {}
         self._captured: dict[Hashable, tuple[Any, Batch, tuple[Tensor, ...], list[object]]] = {}
         self._num_failed = num_failed()
+        self._too_large = math.inf  # positions of the smallest batch for whose graph memory did not suffice
         self._stream: Any = None
         self._pool: Any = None  # one memory for all graphs: they run one after another, and keep nothing in it
 
@@ -65,8 +71,7 @@ class Graphed:
         shape = (*batch.shapes, batch.labels.shape, batch.key_padding_mask is None, batch.other_padding_mask is None)
         if shape not in self._captured:
             seen = self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
-            may_capture = seen > NUM_PLAIN and not self.reason and len(self._captured) < MAX_SHAPES
-            if not (may_capture and self._capture(shape, batch)):
+            if seen <= NUM_PLAIN or self.reason or not self._capture(shape, batch):
                 return self._plain(batch)
         graph, held, outputs, _ = self._captured[shape]
         for name, tensor in _tensors(held).items():
@@ -89,12 +94,19 @@ class Graphed:
     def _capture(self, shape: Hashable, batch: Batch) -> bool:
         """Capture a call without running it; return whether that was possible."""
         cuda = self._cuda
+        if len(self._captured) == MAX_SHAPES or batch.num_positions >= self._too_large:
+            note_path(f"{GRAPH_PATH}.{self._name}.partly")
+            return False
         kept: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(batch).items()}
         held = replace(batch, **kept)
         graph = cuda.CUDAGraph()
         try:
             with holding() as tables, capturing(graph, self._stream, pool=self._pool, cuda=cuda):
                 outputs = self._function(held)
+        except torch.OutOfMemoryError:  # of this shape: smaller ones may well have a graph
+            self._too_large = batch.num_positions
+            note_path(f"{GRAPH_PATH}.{self._name}.partly")
+            return False
         except Exception as error:  # whatever a model or a compiler raises: without a graph it may well run
             self._refuse(f"it cannot be captured: {str(error).partition(chr(10))[0]}")
             return False
@@ -107,6 +119,8 @@ class Graphed:
         """Capture nothing any more, and say so where the cell's log is."""
         if not self.reason:
             sys.stderr.write(f"{self._name} goes on without CUDA graphs: {reason}\n")
+            if self._captured:
+                note_path(f"{GRAPH_PATH}.{self._name}.given_up")
         self.reason = reason
 
 

@@ -127,6 +127,7 @@ def run_training(
     if protocol.compile is None:
         protocol = replace(protocol, compile=torch.device(cell.device).type == "cuda")
     kernels: list[str] = []
+    gc.collect()  # models refer to themselves: one that this process trained before is no part of what this one takes
     try:
         with recording() as kernels, joined_ranks(cell) as ranks:
             hooks = _Hooks(progress, before_training, after_evaluation)
@@ -200,7 +201,7 @@ def _train(
     for name in get_args(PhaseName):
         if (saved := path(name)) is not None and ranks.is_first:
             saved.unlink(missing_ok=True)
-    return replace(result, kernels=tuple(kernels), checks=trainer.checks, num_params=num_params)
+    return replace(result, kernels=tuple(kernels), checks=tuple(trainer.numbers.checks), num_params=num_params)
 
 
 def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:

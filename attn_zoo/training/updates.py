@@ -1,7 +1,7 @@
 """Updates of a model's weights: one step after another, and nothing else. Training and pretraining share them.
 
-Every random draw is a function of seed and step, so that an interrupted run continues with the same results on the same
-machine. The host never waits for the device inside a step.
+Every random draw is a function of seed and step, so that an interrupted run continues with the same results: on the
+same CPU to the last digit, on a GPU but for sums in no fixed order. The host never waits for the device inside a step.
 
 A compiled model's forward, loss, backward and optimiser are one CUDA graph on a GPU (`training.graphed`).
 """
@@ -79,12 +79,7 @@ class Updater:
 
     With dtype `"bfloat16"` it trains under autocast; other types are the model's own. Of several `ranks` each makes the
     same updates, from its part of every batch.
-
-    Attributes:
-        checks: names of what was checked before the first update.
     """
-
-    checks: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -108,7 +103,7 @@ class Updater:
             keep_compiled_code_apart()
             keep_vectors_short()
             allow_compilations()
-            dynamic = False if batcher.is_full_length else None
+            dynamic = False if batcher.is_fixed_length else None
             self.compiled = cast(nn.Module, torch.compile(model, dynamic=dynamic))
             if batcher.device.type == "cuda":
                 start_compilers()
@@ -169,10 +164,15 @@ class Updater:
         self.numbers.train_s += self._now() - start
         flops = self.flops.training_flops
         self.numbers.train_flops = None if flops is None else self.ranks.total(flops)
-        if (peak := _peak_bytes(self.batcher.device)) is not None:
-            self.numbers.peak_bytes = max(int(self.ranks.largest(peak)), self.numbers.peak_bytes or 0)
+        self._note_peak()
+        if (peak := self.numbers.peak_bytes) is not None:
+            self.numbers.peak_bytes = int(self.ranks.largest(peak))
         self.ranks.follow_first(self.model.buffers())  # what a mixer keeps of the batches that it saw
         return mean_loss
+
+    def _note_peak(self) -> None:
+        if (peak := _peak_bytes(self.batcher.device)) is not None:
+            self.numbers.peak_bytes = max(peak, self.numbers.peak_bytes or 0)
 
     def make_updates(
         self,
@@ -196,7 +196,7 @@ class Updater:
         order = self.order(feed)
         self.ranks.follow_first([*self.model.parameters(), *self.model.buffers()])
         if self.protocol.compile and self.numbers.step < self.num_steps:
-            self.checks = self.check_compiled(feed, order)
+            self.numbers.checks = list(self.check_compiled(feed, order))
         while self.numbers.step < self.num_steps:
             record(self._advance(feed, order, after_step))
             if after_evaluation is not None:
@@ -292,8 +292,7 @@ class Updater:
         whole = self.objective.prepare(batch, step)
         batch = self.ranks.part(whole)
         if isinstance(self.flops, CompiledFlopCounter):
-            with precision(self.dtype, self.batcher.device):
-                self.flops.add(batch.shapes, partial(self.objective.outputs, self.model, batch))
+            self.flops.add(batch.shapes, partial(self._run_as_written, batch))
         rate = learning_rate(
             protocol.schedule,
             step,
@@ -312,6 +311,13 @@ class Updater:
         self._run(batch)
         self.numbers.num_tokens += batch.num_tokens
         self.numbers.num_positions += batch.num_positions
+
+    def _run_as_written(self, batch: Batch) -> None:
+        """Run a forward that is counted and no part of training, nor is the memory that it takes."""
+        self._note_peak()
+        with precision(self.dtype, self.batcher.device):
+            self.objective.outputs(self.model, batch)
+        _reset_peak(self.batcher.device)
 
     def _learn(self, batch: Batch) -> tuple[()]:
         """Make an update on the device; nothing here depends on the host."""

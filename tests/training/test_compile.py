@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -15,6 +16,7 @@ from attn_zoo.kernels import compiled_code
 from attn_zoo.records import Score
 from attn_zoo.training import batches, run_training, updates
 from attn_zoo.training.graphed import GRAPH_PATH
+from attn_zoo.training.objective import ClassificationObjective
 from tests.training.toy_task import cell, toy_task
 
 
@@ -85,7 +87,8 @@ def test_a_model_is_compiled_once_to_train_and_once_to_validate(monkeypatch, is_
     graphs, original, seen = [], torch.compile, set()
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        given = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        graphs.append([value.shape for value in given if isinstance(value, torch.Tensor)])
         return graph.forward
 
     def traced(model, dynamic):
@@ -105,7 +108,34 @@ def test_a_model_is_compiled_once_to_train_and_once_to_validate(monkeypatch, is_
     assert result.score is not None
     assert len(seen) == 1 if is_full_length else len(seen) > 1
     assert len(graphs) == 2
+    for shapes in graphs:
+        assert all(isinstance(shape[0], int) for shape in shapes), "of any batch size: 2 in training, 50 in validation"
+        assert is_full_length == all(isinstance(size, int) for shape in shapes for size in shape)
     assert 0.0 < (result.score.eval_compile_s or 0.0) < (result.score.eval_s or 0.0)
+
+
+class Compiled(nn.Sequential):
+    """Stands in for what torch compiles."""
+
+    def forward(self, *inputs: Any) -> Any:
+        return self[0](*inputs)
+
+
+def test_memory_of_the_forward_that_counts_flops_is_no_part_of_training(monkeypatch):
+    """As written it may hold what compiled is never in memory."""
+    most, outputs = [0], ClassificationObjective.outputs
+
+    def run(self, model, batch):
+        most[0] = max(most[0], 20 if isinstance(model, nn.Sequential) else 700)
+        return outputs(self, model, batch)
+
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: Compiled(model))
+    monkeypatch.setattr(ClassificationObjective, "outputs", run)
+    monkeypatch.setattr(updates, "_reset_peak", lambda device: most.__setitem__(0, 10))
+    monkeypatch.setattr(updates, "_peak_bytes", lambda device: most[0])
+    score = run_training(cell("plain", num_steps=10, eval_every=5, compile=True)).score
+    assert score is not None
+    assert score.peak_bytes == 20
 
 
 def test_what_torch_would_run_as_written_after_too_many_forms_is_an_error(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_zoo.errors import GateError
+from attn_zoo.training import run as training_run
 from attn_zoo.training import run_training
 from attn_zoo.training.compiled_gate import CHECK, MAX_PAIRS, Gradients, check_gradients
 from attn_zoo.training.loop import Trainer
@@ -82,8 +83,10 @@ def test_more_is_drawn_before_it_is_blamed():
 
 
 def test_a_model_that_is_not_finite_as_written_is_not_blamed_on_the_compiler():
-    wrong = {"weight": torch.full((3,), torch.nan)}
+    right, wrong = {"weight": torch.ones(3)}, {"weight": torch.full((3,), torch.nan)}
     assert check_gradients(wrong, lambda _: wrong) == ()
+    assert check_gradients(wrong, lambda draw: wrong if draw == 0 else right) == ()
+    assert check_gradients(wrong, lambda draw: wrong if draw == 1 else right) == ()
 
 
 @pytest.fixture
@@ -148,6 +151,20 @@ def test_its_seconds_are_of_compiling(toy, monkeypatch):
     assert score is not None
     assert score.compile_s is not None
     assert 7.0 < score.compile_s < score.train_s < 14.0
+
+
+def test_a_training_that_goes_on_with_its_test_keeps_what_was_checked(toy, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: Compiled(model))
+    run, score = cell(num_steps=2, eval_every=2, compile=True), training_run._score_on_test
+
+    def interrupted(task, trainer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training_run, "_score_on_test", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(run, checkpoint_dir=tmp_path)
+    monkeypatch.setattr(training_run, "_score_on_test", score)
+    assert run_training(run, checkpoint_dir=tmp_path).checks == (CHECK,)
 
 
 def test_running_statistics_do_not_see_it(toy, monkeypatch):

@@ -161,10 +161,30 @@ def test_all_graphs_share_their_memory_and_what_they_return_is_kept():
 def test_no_more_shapes_are_captured_than_memory_should_hold():
     update = Update()
     run = Graphed(update, "training", cuda=update)
-    for _ in range(NUM_PLAIN + 1):
-        for width in range(1, MAX_SHAPES + 3):
-            run(batch_of(1, width))
+    with recording() as paths:
+        for _ in range(NUM_PLAIN + 1):
+            for width in range(1, MAX_SHAPES + 3):
+                run(batch_of(1, width))
     assert update.log.count("replayed") == MAX_SHAPES
+    assert paths == [f"{GRAPH_PATH}.training", f"{GRAPH_PATH}.training.partly"]
+
+
+def test_what_memory_cannot_hold_runs_as_before_and_what_is_smaller_has_graphs():
+    update = Update()
+    run = Graphed(update, "training", cuda=update)
+    with recording() as paths:
+        for _ in range(NUM_PLAIN + 1):
+            run(batch_of(1, 4))
+        update.refuses = torch.OutOfMemoryError("CUDA out of memory")
+        for _ in range(NUM_PLAIN + 1):
+            run(batch_of(1, 8))
+        update.refuses, update.log = None, []
+        for _ in range(NUM_PLAIN + 1):
+            for width in (4, 6, 8, 16):
+                run(batch_of(1, width))
+    assert run.reason == ""
+    assert update.log == ["replayed", *["plain"] * 3] * NUM_PLAIN + ["replayed"] * 2 + ["plain"] * 2
+    assert paths == [f"{GRAPH_PATH}.training", f"{GRAPH_PATH}.training.partly"]
 
 
 @pytest.mark.parametrize(
@@ -198,14 +218,16 @@ def test_after_a_capture_that_fails_no_graph_is_replayed(capsys):
     """The others follow the random numbers of a state that is not the generator's any more."""
     update = Update()
     run = Graphed(update, "training", cuda=update)
-    for _ in range(NUM_PLAIN + 1):
+    with recording() as paths:
+        for _ in range(NUM_PLAIN + 1):
+            run(batch_of(1, 4))
+        update.refuses = RuntimeError("not permitted")
+        for _ in range(NUM_PLAIN + 1):
+            run(batch_of(1, 8))
         run(batch_of(1, 4))
-    update.refuses = RuntimeError("out of memory")
-    for _ in range(NUM_PLAIN + 1):
-        run(batch_of(1, 8))
-    run(batch_of(1, 4))
     assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] + ["plain"] * (NUM_PLAIN + 2)
-    assert capsys.readouterr().err == "training goes on without CUDA graphs: it cannot be captured: out of memory\n"
+    assert capsys.readouterr().err == "training goes on without CUDA graphs: it cannot be captured: not permitted\n"
+    assert paths == [f"{GRAPH_PATH}.training", f"{GRAPH_PATH}.training.given_up"]
 
 
 def test_after_a_capture_of_others_that_fails_graphs_are_captured_again():
@@ -214,10 +236,10 @@ def test_after_a_capture_of_others_that_fails_graphs_are_captured_again():
     run, others = (Graphed(each, "training", cuda=each) for each in (update, other))
     for _ in range(NUM_PLAIN + 1):
         run(batch_of(1))
-    other.refuses = RuntimeError("out of memory")
+    other.refuses = RuntimeError("not permitted")
     for _ in range(NUM_PLAIN + 1):
         others(batch_of(1))
-    assert (run.reason, others.reason) == ("", "it cannot be captured: out of memory")
+    assert (run.reason, others.reason) == ("", "it cannot be captured: not permitted")
     run(batch_of(1))
     assert update.pools == [None, None], "the memory of graphs that have ended must not be asked for"
     assert update.log == ["plain"] * NUM_PLAIN + ["replayed"] * 2

@@ -188,7 +188,8 @@ def _adapting(cell: Cell) -> Cell:
     protocol = resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
     changes = {
         "num_steps": cell.adapt_steps,
-        "warmup_steps": round(protocol.warmup_steps * cell.adapt_steps / protocol.num_steps),
+        # One at least, or the only update of `adapt_steps = 1` would be the last of the decay, at a rate of zero.
+        "warmup_steps": max(1, round(protocol.warmup_steps * cell.adapt_steps / protocol.num_steps)),
         "eval_every": min(protocol.eval_every, cell.adapt_steps),
         "pretrain": "",
     }

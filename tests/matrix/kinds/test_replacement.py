@@ -26,7 +26,7 @@ from attn_zoo.records import REPLACEMENT_VERSION, Cell, Record
 from attn_zoo.registry import make_config, variants
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.objective import objective_for
-from attn_zoo.training.protocol import resolve_protocol
+from attn_zoo.training.protocol import learning_rate, resolve_protocol
 from attn_zoo.training.weights import load_trained
 from tests.matrix.conftest import TINY_TRAINING, run_cell
 from tests.training.toy_task import TINY, toy_task
@@ -314,6 +314,12 @@ def test_updates_afterwards_bring_some_of_the_score_back(weights):
 
 def test_a_shorter_adaptation_warms_up_for_a_shorter_time(weights):
     assert exchanged(weights, WINDOW, adapt_steps=8).score.settings["warmup_steps"] == 1
+
+
+def test_a_single_update_is_at_a_rate_that_is_not_zero(weights):
+    settings = exchanged(weights, WINDOW, adapt_steps=1).score.settings
+    schedule = {name: settings[name] for name in ("base_lr", "warmup_steps", "num_steps", "embed_dim")}
+    assert learning_rate(settings["schedule"], 1, **schedule) > 0
 
 
 def test_a_model_that_cannot_be_trained_is_told(tmp_path):
