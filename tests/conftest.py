@@ -7,7 +7,9 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -90,12 +92,32 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(trylast=True)  # when others have taken out what is not asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip what needs a GPU where there is none, and begin with what is slow."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords have the names of folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if (num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        items[:] = _slow_first(items, num_workers)
+
+
+def _slow_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """Return the tests so that each of several workers begins with files that have slow ones.
+
+    Each gets an equal part of the list, and who is done takes over the end of another's. A slow one there would run
+    when the others have nothing left.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    rest = iter([item for item in items if item.path not in slow])
+    ordered: list[pytest.Item] = []
+    for worker in range(num_workers):
+        own = [path for path, _ in slow.most_common()][worker::num_workers]
+        part = [item for path in own for item in items if item.path == path]
+        size = (len(items) - len(ordered)) // (num_workers - worker)
+        ordered += [*part, *islice(rest, max(0, size - len(part)))]
+    return [*ordered, *rest]
 
 
 class Answer(NamedTuple):

@@ -377,6 +377,7 @@ is_causal = [false, true]
 """
 
 
+@pytest.mark.slow
 def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(TINY)

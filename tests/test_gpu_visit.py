@@ -296,6 +296,7 @@ budget_s = 0.02
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_lost_everything_goes_on_from_the_files(script, tmp_path, monkeypatch):
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "tiny.toml").write_text(TINY)

@@ -250,6 +250,7 @@ scope = "mixer"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # they compile: 200 s alone on a slow machine
 def test_peers_of_other_packages_pass_the_checks_before_and_after_their_timing(tmp_path):
     for package in PACKAGES.values():

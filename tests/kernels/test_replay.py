@@ -55,6 +55,7 @@ of_triton = [
 
 if not IS_INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.triton
     @pytest.mark.timeout(600)
     @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")

@@ -31,6 +31,7 @@ TINY_TRAINING = {
 
 RAY_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else they wait for all other tests
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "a token of the tests that is long enough",
 }

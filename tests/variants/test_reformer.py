@@ -343,6 +343,7 @@ def test_one_graph_with_the_same_numbers(is_causal: bool, has_padding: bool):
         torch.testing.assert_close(traced, plain, rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_one_graph_for_several_lengths():
     """Of whole chunks; those of other lengths share another one."""
     mixer = make(chunk_len=8, num_rounds=2)

@@ -142,6 +142,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert why_not_triton(torch.device("cuda"), torch.float32, 16, 16) is None
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(600)
 def test_the_interpreter_agrees():

@@ -23,6 +23,7 @@ SHARED_BYTES = 227 * 1024  # of one program on sm_90
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 
+@pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.timeout(1200)
 def test_in_the_interpreter():

@@ -21,6 +21,7 @@ interpreted = [
 
 if not IS_INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.triton
     @pytest.mark.timeout(1200)
     def test_in_the_interpreter():

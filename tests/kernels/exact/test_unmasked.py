@@ -27,6 +27,7 @@ interpreted = [
 
 if not IS_INTERPRETING:
 
+    @pytest.mark.slow
     @pytest.mark.triton
     @pytest.mark.timeout(600)
     def test_in_the_interpreter():

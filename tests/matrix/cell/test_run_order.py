@@ -54,6 +54,7 @@ def test_a_workload_computes_what_the_cell_says():
     assert not torch.equal(make_call_workload(replace(wanted, seed=1)).leaves[0], query)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it of inputs that are no leaves
 def test_a_variant_that_compiles_for_each_shape_is_never_timed_as_it_is_written():
     """Beyond eight shapes, which the gate alone may need, torch would go on without the compiler and without a word."""

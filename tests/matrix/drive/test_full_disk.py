@@ -4,6 +4,8 @@ import resource
 import sys
 from pathlib import Path
 
+import pytest
+
 from attn_zoo.errors import AttnZooError
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.plan.expand import Plan
@@ -30,6 +32,7 @@ def run_it(folder: Path, limit_bytes: int) -> int:
         return error.exit_code
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_no_result(tmp_path):
     folder, errors = tmp_path / "run", tmp_path / "errors"
     process = start_process(run_it, folder, LIMIT_BYTES, errors=errors)

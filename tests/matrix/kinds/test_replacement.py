@@ -353,6 +353,7 @@ def test_a_mechanism_that_breaks_fails_its_gate(weights):
     assert record.replacement is None
 
 
+@pytest.mark.slow
 def test_a_run_keeps_each_model_and_goes_on_from_it(tmp_path):
     """In processes of their own, two at once; a variant that is added later meets the models that are there."""
     store = Store(tmp_path / "run")

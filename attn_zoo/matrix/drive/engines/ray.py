@@ -227,6 +227,7 @@ class RayEngine:
             text = f"expected HOST:PORT of a head node, seen from one of its nodes; got {address!r}, Ray's client"
             raise ConfigError("--address", [("", text)])
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere unless the user says so
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: what measures would wait for all others
         if address == "local" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             # Else Ray writes one into the home folder, and clusters started there later ask for it.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -298,6 +298,16 @@ def test_timings_have_a_gpu_to_themselves_and_trainings_share_one(cluster, monke
         cluster.remove_node(node)
 
 
+@pytest.mark.parametrize(("given", "used"), [("", "0"), ("5", "5")], ids=["not said", "said"])
+def test_what_ray_starts_does_not_wait_for_others_unless_that_is_said(given, used, monkeypatch):
+    pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
+    monkeypatch.setenv("RAY_worker_niceness", given)
+    if not given:
+        monkeypatch.delenv("RAY_worker_niceness")
+    RayEngine()
+    assert os.environ.get("RAY_worker_niceness") == used  # as Ray spells it
+
+
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch):
     pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
     with socket.create_server(("127.0.0.1", 0)) as server:
