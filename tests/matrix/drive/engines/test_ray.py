@@ -305,7 +305,7 @@ def test_what_ray_starts_does_not_wait_for_others_unless_that_is_said(given, use
     if not given:
         monkeypatch.delenv("RAY_worker_niceness")
     RayEngine()
-    assert os.environ.get("RAY_worker_niceness") == used  # as Ray spells it
+    assert os.environ.get("RAY_worker_niceness") == used  # noqa: SIM112  as Ray spells it
 
 
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch):
