@@ -296,6 +296,8 @@ def main() -> int:
         return 2
     if missing := not_installed(("datasets", "transformers", "linformer")):
         print(f"not installed: {missing}; cells that need them are refused", flush=True)
+    if not_installed(["pynvml"]):
+        print("not installed: nvidia-ml-py; energy, clocks and other processes of the GPU are not recorded", flush=True)
     if given.earlier is not None and not list(given.earlier.glob("*.tar.gz")):
         print(f"{given.earlier}: expected what an earlier call packed, *.tar.gz; there is none", file=sys.stderr)
         return 2
