@@ -29,7 +29,7 @@ from attn_zoo.training.batches import Batch
 GRAPH_PATH = "cuda_graph"
 """Noted among the kernels of a run, with the name of what is captured, when its first graph is.
 
-With `.partly` where some shapes have none, and `.given_up` where there were graphs and are no more.
+With `.partly` where some shapes have none, and `.given_up` where there were graphs until a capture failed.
 """
 
 NUM_PLAIN = 3
@@ -116,11 +116,12 @@ class Graphed:
         return True
 
     def _refuse(self, reason: str) -> None:
-        """Capture nothing any more, and say so where the cell's log is."""
+        """Capture nothing any more, and say so in the cell's log and, where there are graphs, in its record."""
         if not self.reason:
             sys.stderr.write(f"{self._name} goes on without CUDA graphs: {reason}\n")
-            if self._captured:
-                note_path(f"{GRAPH_PATH}.{self._name}.given_up")
+            if self._captured:  # which serve their shapes still, unless it was a capture that failed
+                how = "partly" if self._num_failed == num_failed() else "given_up"
+                note_path(f"{GRAPH_PATH}.{self._name}.{how}")
         self.reason = reason
 
 

@@ -201,6 +201,19 @@ def test_what_a_model_draws_on_the_host_is_not_frozen(draw):
     assert "on the host" in run.reason
 
 
+def test_graphs_of_before_serve_on_where_another_shape_draws_on_the_host():
+    update = Update()
+    run = Graphed(update, "training", cuda=update)
+    with recording() as paths:
+        for _ in range(NUM_PLAIN + 1):
+            run(batch_of(1, 4))
+        update.draw = random.random
+        run(batch_of(1, 8))
+        run(batch_of(1, 4))
+    assert update.log == ["plain"] * NUM_PLAIN + ["replayed", "plain", "replayed"]
+    assert paths == [f"{GRAPH_PATH}.training", f"{GRAPH_PATH}.training.partly"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError, TypeError])
 def test_what_cannot_be_captured_runs_as_before(error):
     update = Update(refuses=error("operation not permitted when stream is capturing\nmore"))
