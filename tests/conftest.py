@@ -110,11 +110,11 @@ def _slow_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]
     when the others have nothing left.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    paths = [path for path, _ in slow.most_common()]
     rest = iter([item for item in items if item.path not in slow])
     ordered: list[pytest.Item] = []
     for worker in range(num_workers):
-        own = [path for path, _ in slow.most_common()][worker::num_workers]
-        part = [item for path in own for item in items if item.path == path]
+        part = [item for path in paths[worker::num_workers] for item in items if item.path == path]
         size = (len(items) - len(ordered)) // (num_workers - worker)
         ordered += [*part, *islice(rest, max(0, size - len(part)))]
     return [*ordered, *rest]

@@ -77,7 +77,7 @@ def test_lengths_may_vary(name, lengths):
     """As batches of a training do: one graph then serves several lengths."""
     build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH)
     attention = build_attention(name, build)
-    compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
     for length in lengths:
         inputs = [torch.randn(2, 2, length, 16) for _ in range(3)]
         torch.testing.assert_close(compiled(*inputs), attention(*inputs))

@@ -152,9 +152,10 @@ def test_impossible_sizes(name: str, size: str):
         build_attention(name, BuildContext(embed_dim=EMBED, num_heads=2, max_seq_len=64, is_causal=True))
 
 
+@pytest.mark.slow
 def test_one_graph_for_the_compiler_whatever_the_length(name: str):
     mixer: AbstractMixer = make(name, chunk_len=16)
-    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
+    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
     for length in (50, 70):  # the second time for any length
         hidden = draw(length)
         torch.testing.assert_close(compiled(hidden), mixer(hidden))
