@@ -79,7 +79,8 @@ class History:
             ]
             for label, rows in self.frame.groupby("label", sort=True)
         }
-        looks = make_looks(curves, set(self.frame["label"][self.frame["is_exact"]]))
+        exact, controls = (set(self.frame["label"][self.frame[kind]]) for kind in ("is_exact", "is_control"))
+        looks = make_looks(curves, exact, controls)
         ends = [
             EndLabel(plain(name), (), looks[name].colour, curve[-1][0], curve[-1][1]) for name, curve in curves.items()
         ]
@@ -152,7 +153,8 @@ def history(
                 }
                 row |= setting_of(one.cell, _SETTING) | side_of(one)
                 row |= {"protocol_version": one.cell.protocol_version, "environment": one.record.environment}
-                rows.append(row | {"is_exact": results.claim(one.cell.variant).is_exact})
+                claim = results.claim(one.cell.variant)
+                rows.append(row | {"is_exact": claim.is_exact, "is_control": claim.is_control})
                 cells.append(one.cell)
     if not rows:
         why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Literal
 
 from attn_zoo.errors import counted
-from attn_zoo.report.analysis.series import Point, Series, joint_doubts
+from attn_zoo.report.analysis.series import CALL_DOUBTS, Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import human_length, human_slope
 from attn_zoo.statistics.growth import (
@@ -30,6 +31,9 @@ TOLERANCE = 0.1
 """An interval of the exponent must lie within this of a whole power before the report calls it linear or quadratic."""
 LEAST_LENGTHS = 3
 """That a line must go through before its slope is called an exponent."""
+DEVICE_SPREAD = 1.08
+"""Factor within which medians of replays are not told apart: those of one kernel of cuDNN that ran under three names
+differed by 7 %, and there is one of each length."""
 CLEAR = 0.975
 """Share of the resamples that must agree before a curve is called cheaper, or not cheaper, at all lengths."""
 
@@ -49,7 +53,7 @@ class Growth:
     Args:
         exponent: one straight line through the top decade of lengths; None below three lengths at which nothing but the
             mechanism takes the time.
-        slopes: between neighbouring lengths, whatever took the time.
+        slopes: between neighbouring lengths, of the GPU alone where `exponent` is, else whatever took the time.
         fit: a + bN + cN^2; None below three lengths.
         claimed: exponent the variant claims, or None.
         verdict: `"linear"`, `"quadratic"`, `"constant"`, `"not settled"`, `"simulated"` or `"too few lengths"`.
@@ -148,7 +152,8 @@ class Crossing:
         return self.result.support >= CLEAR
 
 
-_Samples = tuple[dict[int, list[float]], dict[int, tuple[int, ...]]]
+_ByLength = dict[int, list[float]]
+_Samples = tuple[_ByLength, dict[int, tuple[int, ...]]]
 
 
 def samples_by_length(points: Sequence[Point], quantity: Quantity) -> _Samples:
@@ -170,7 +175,7 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     Of time on a GPU, what the GPU alone took, where that was measured; lengths that wait for the host are left out.
     """
     every, sizes = samples_by_length(series.points, quantity)
-    samples, device, last_waiting = dict(every), dict[int, list[float]](), 0
+    samples, device, last_waiting = dict(every), _ByLength(), 0
     if quantity == "time":
         device, _ = samples_by_length(series.points, "device")
         waiting = {length for length in series.waiting if length not in device}
@@ -191,20 +196,22 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     timed = series.points if quantity == "time" else ()
     fitted = [point for point in timed if exponent and point.seq_len in exponent.lengths]
     verdict, why = _verdict(exponent, fit, len(used), last_waiting, is_simulated=series.is_simulated)
+    is_device = bool(used) and all(length in device for length in used)
+    slopes = local_slopes(device) if is_device else local_slopes(every, sizes=sizes)
     return Growth(
         label=series.label,
         quantity=quantity,
         exponent=exponent,
-        slopes=tuple(local_slopes(every, sizes=sizes)) if len(every) > 1 else (),
+        slopes=tuple(slopes),
         fit=fit,
         claimed=claimed,
         verdict=verdict,
         why=why,
-        is_device=bool(used) and all(length in device for length in used),
+        is_device=is_device,
         formula=_formula_exponent(series.points, exponent) if quantity == "time" else None,
         # Of a length that waits, the time of the GPU alone was fitted.
-        doubts=tuple(doubt for doubt in joint_doubts(fitted) if doubt != "host"),
-        last_doubts=joint_doubts(timed[-2:]),
+        doubts=joint_doubts(fitted, without=CALL_DOUBTS if is_device else {"host"}),
+        last_doubts=joint_doubts(timed[-2:], without=CALL_DOUBTS if is_device else ()),
     )
 
 
@@ -293,14 +300,15 @@ def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_ma
         return Crossing(label=label, against=against, quantity=quantity, is_main=is_main, result=None)
     paired = {length for length in common if quantity == "time" and pairs[length].is_in_turns}
     result = crossover(own, other, sizes_x=own_sizes, sizes_baseline=other_sizes, paired=paired)
+    if quantity == "device":
+        result = _of_replays(result, own, other)
     waiting: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     if quantity in {"time", "device"}:
         used = [pairs[length] for length in _deciding(result)]
-        doubts = joint_doubts(point for pair in used for point in (pair.exact, pair.point))
         waiting = _waiting(label, result, pairs) if quantity == "time" else ()
-        if waiting or quantity == "device":
-            doubts = tuple(doubt for doubt in doubts if doubt != "host")
+        told = CALL_DOUBTS if quantity == "device" else {"host"} if waiting else ()
+        doubts = joint_doubts((point for pair in used for point in (pair.exact, pair.point)), without=told)
     return Crossing(
         label=label,
         against=against,
@@ -311,6 +319,16 @@ def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_ma
         is_in_turns=paired == common,
         doubts=doubts,
     )
+
+
+def _of_replays(result: Crossover, own: _ByLength, other: _ByLength) -> Crossover:
+    """Return a crossing of replays' medians with the interval that `DEVICE_SPREAD` of their ratio leaves."""
+    early, late = (
+        crossover({length: [factor * value for value in values] for length, values in own.items()}, other)
+        for factor in (1 / DEVICE_SPREAD, DEVICE_SPREAD)
+    )
+    support = fmean(one.kind == result.kind for one in (early, result, late))
+    return replace(result, low=early.length, high=late.length, support=support, cheaper=late.cheaper)
 
 
 def _deciding(result: Crossover) -> tuple[int, ...]:

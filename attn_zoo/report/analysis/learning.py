@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Literal
 
@@ -12,13 +12,14 @@ from attn_zoo.report.analysis.training_runs import TrainingRun
 
 Axis = Literal["steps", "flops", "seconds"]
 What = Literal["validation", "train_loss"]
+COMPILED_FIRST = "Seconds of compiling are counted before the first step."
 AXES: tuple[Axis, ...] = ("steps", "flops", "seconds")
 
 
 def _scale(run: TrainingRun, axis: Axis) -> tuple[float, float] | None:
-    """Return what self-pretraining took and what each step takes, or None where the run does not know it.
+    """Return what is spent before the first step and what each step takes, or None where the run does not know it.
 
-    Steps of one run cost about the same.
+    Self-pretraining and, of seconds, compiling come before; steps of one run cost about the same.
     """
     if axis == "steps":
         return 0.0, 1.0
@@ -28,7 +29,13 @@ def _scale(run: TrainingRun, axis: Axis) -> tuple[float, float] | None:
     total, before = (score.train_flops, score.pretrain_flops) if axis == "flops" else (score.train_s, score.pretrain_s)
     if not total or not score.num_steps or (run.start and before is None):
         return None
-    return before or 0.0, total / score.num_steps
+    compiling = (score.compile_s or 0.0) if axis == "seconds" else 0.0
+    return (before or 0.0) + compiling, (total - compiling) / score.num_steps
+
+
+def compiles(scores: Iterable[LabelScore]) -> bool:
+    """Tell whether seconds of any of these trainings are in part those of compiling."""
+    return any(run.score is not None and run.score.compile_s for score in scores for run in score.runs)
 
 
 def seed_curves(score: LabelScore, what: What, axis: Axis) -> list[list[tuple[float, float]]]:

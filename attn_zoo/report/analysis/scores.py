@@ -22,7 +22,7 @@ from attn_zoo.report.analysis.training_runs import (
     unequal_trials,
 )
 from attn_zoo.report.measurements import COSTS
-from attn_zoo.report.units import slug, unique_name
+from attn_zoo.report.units import MINUS, slug, unique_name
 from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics.paired import mean_interval, paired_difference
 
@@ -141,6 +141,18 @@ class LabelScore:
     def has_other_size(self) -> bool:
         """Whether its parameters are more than a tenth away from the baseline's."""
         return self.params_excess is not None and abs(self.params_excess) > PARAMS_TOLERANCE + 1e-9
+
+    @property
+    def other_size(self) -> str:
+        """By how much, in words; empty where it is about the baseline's."""
+        if not self.has_other_size or self.params_excess is None:
+            return ""
+        return f"{'+' if self.params_excess > 0 else MINUS}{100 * abs(self.params_excess):.0f} %"
+
+    @property
+    def sized_name(self) -> str:
+        """Its name, with that behind it."""
+        return f"{self.name} (params {self.other_size})" if self.other_size else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

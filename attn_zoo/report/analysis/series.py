@@ -27,6 +27,8 @@ BUSY_SLOPE = 0.9
 """A GPU that is busy takes at least this power of the length longer, and this share of the slope at the longest."""
 LEAST_BUSY = 3
 """Lengths on one such line before all of them are taken to be the GPU's: two would lie on any."""
+HIDDEN_MS = 0.03
+"""A call follows a write of 256 MiB, while which the host may enqueue it: 0.03 ms at 8 TB/s, more on slower memory."""
 UNEVEN = 1.15
 """A mean of this times the median: noise alone gave 1.07 in the calmest of five processes."""
 
@@ -132,10 +134,14 @@ class Point:
         return tuple(mark for mark in MARKS if mark in found)
 
 
-def joint_doubts(points: Iterable[Point]) -> tuple[str, ...]:
-    """Return what makes a number doubtful that several times went into: what makes any of them so."""
+CALL_DOUBTS = frozenset({"host", "short", "few"})
+"""Doubts of the samples of calls, which replays have no part in."""
+
+
+def joint_doubts(points: Iterable[Point], without: Container[str] = ()) -> tuple[str, ...]:
+    """Return what makes a number doubtful that several times went into: what makes any of them so, less `without`."""
     found = {doubt for point in points for doubt in point.doubts}
-    return tuple(mark for mark in MARKS if mark in found)
+    return tuple(mark for mark in MARKS if mark in found and mark not in without)
 
 
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
@@ -226,7 +232,8 @@ class Series:
 def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
     """Return the lengths of one curve, whose points ascend, at which a call on a GPU waits for the host.
 
-    Where the time of the device alone is known, it decides. Elsewhere: the host's time is that of the last length up to
+    Where the time of the device alone is known, it decides, but of calls that are enqueued before they may begin: these
+    take longer for other reasons, such as empty caches. Elsewhere: the host's time is that of the last length up to
     which time hardly grew, and every call that takes about as long waits for it, but for the longest ones, as far down
     as they lie on one line of a slope that the host's time, which does not grow, cannot have.
     """
@@ -240,7 +247,9 @@ def waiting_lengths(points: Sequence[Point]) -> frozenset[int]:
     busy = _busy_lengths(on_gpu)
     for point in on_gpu:
         least_ms = host_ms if point.device_ms is None and point.seq_len not in busy else 0.0
-        if point.median_ms <= HOST_FACTOR * least_ms or point.median_ms > HOST_FACTOR * (point.device_ms or math.inf):
+        is_hidden = point.timing.host_ms is not None and point.timing.host_ms <= HIDDEN_MS
+        is_longer = point.median_ms > HOST_FACTOR * (point.device_ms or math.inf) and not is_hidden
+        if point.median_ms <= HOST_FACTOR * least_ms or is_longer:
             waiting.add(point.seq_len)
     return frozenset(waiting)
 

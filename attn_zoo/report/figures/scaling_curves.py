@@ -72,14 +72,9 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
     if not curves:
         return None
     marks = [mark for curve in curves for mark in curve.marks]
-    if any(point.device_ms for point in panel.points):
-        beside = ", or calls that keep it busy" if any(mark.call is None for mark in marks) else ""
-        legend = [_marker(f"strong: the GPU alone{beside}")]
-        if any(mark.call is not None and not mark.is_waiting for mark in marks):
-            legend.append(_marker("faint: calls", alpha=0.45))
-        legend.append(_marker("bars: 95 % interval of calls; band: quartiles", marker="|", ms=9, mew=1.6, lw=0))
-    else:
-        legend = [_marker("median, 95 % interval, quartile band")]
+    has_device = any(point.device_ms for point in panel.points)
+    words = "bars: 95 % interval of calls; band: quartiles" if has_device else "median, 95 % interval, quartile band"
+    legend = _stroke_legend(marks, words, has_device=has_device)
     settled = [
         (curve, one)
         for curve in curves
@@ -203,6 +198,9 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         doubts = every[curve.label, curve.best[-1][0]].doubts
         return marks_of(doubts, panel.shown_doubts - {"host"})  # hollow marks say that
 
+    def alone(curve: Curve) -> str:
+        return " (GPU)" if every[curve.label, curve.best[-1][0]].device_factor is not None else ""
+
     def is_baseline(curve: Curve) -> bool:
         return all(every[curve.label, mark.length].is_itself for mark in curve.marks)
 
@@ -210,14 +208,20 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
     if not curves:
         return None
     drawn = [found for (label, _), found in every.items() if label in {curve.label for curve in curves}]
+    has_device = any(found.device_factor is not None for found in drawn)
+    of_calls = " of calls" if has_device else ""
     baseline = some(dict.fromkeys(plain(found.against) for found in drawn), joint=" or ")
     chart = Chart(
         title=f"Speed-up over {baseline}",
         show=ratio,
         base=2,
-        legend=[_marker(f"{_ratio_words(drawn)}; bars: 95 % interval")],
+        legend=_stroke_legend(
+            [mark for curve in curves for mark in curve.marks],
+            f"{_ratio_words(drawn)}; bars: 95 % interval{of_calls}",
+            has_device=has_device,
+        ),
         details=lambda curve: (
-            marked(f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}", marks(curve)),
+            marked(f"{ratio(curve.best[-1][1])} at {human_length(curve.best[-1][0])}{alone(curve)}", marks(curve)),
             *_wins(panel, curve),
         ),
         note=_doubtful(panel, curves),
@@ -226,6 +230,17 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
         draw=lambda axes: axes.axhline(1.0, color=INK, lw=1.0, zorder=1),
     )
     return draw_chart(panel, looks, curves, chart)
+
+
+def _stroke_legend(marks: Sequence[Mark], words: str, *, has_device: bool) -> list[Line2D]:
+    """Return what strong and faint strokes are, where any is of the GPU alone, and what bars are."""
+    if not has_device:
+        return [_marker(words)]
+    beside = ", or calls where it was not timed" if any(mark.call is None for mark in marks) else ""
+    legend = [_marker(f"strong: the GPU alone{beside}")]
+    if any(mark.call is not None and not mark.is_waiting for mark in marks):
+        legend.append(_marker("faint: calls", alpha=0.45))
+    return [*legend, _marker(words, marker="|", ms=9, mew=1.6, lw=0)]
 
 
 def _ratio_words(every: Iterable[SpeedUp]) -> str:

@@ -30,6 +30,7 @@ WHITE, BLACK = "#fefefe", "#010101"
 """On colours of our own, such as those of a heat map: they stay what they are on a dark screen."""
 
 EXACT_COLOURS = ("#6e7781", "#4d4d4d", "#1f2328")
+CONTROL_COLOURS = ("#8c82ad",)
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
@@ -47,6 +48,7 @@ DARK: Mapping[str, str] = {
     PAPER: "#0d1117",
     "#6e7781": "#a9b4c0",
     "#4d4d4d": "#c9c9c9",
+    "#8c82ad": "#b9b0d6",
     "#0072b2": "#3d9be0",
     "#d55e00": "#ff8a3d",
     "#009e73": "#2fc296",
@@ -126,24 +128,28 @@ class Look:
 Looks = Mapping[str, Look]
 
 
-def make_looks(labels: Iterable[str], exact: Collection[str]) -> dict[str, Look]:
-    """Return the look of each label: exact ones dark, the others coloured.
+def make_looks(labels: Iterable[str], exact: Collection[str], controls: Collection[str] = ()) -> dict[str, Look]:
+    """Return the look of each label: exact ones dark, controls pale, the others coloured.
 
     It follows from the label alone, so that a mechanism looks the same in every report. Of two that would look quite
-    the same the later gets another marker.
+    the same the later gets another marker, and of two exact ones, which have few colours, another line.
     """
     looks: dict[str, Look] = {}
     for label in labels:
         digest = hashlib.sha256(f"{_SALT}:{label}".encode(errors="replace")).digest()
         colour, marker, line = (int.from_bytes(digest[start : start + 4]) for start in (0, 4, 8))
-        colours = EXACT_COLOURS if label in exact else COLOURS
-        for step in range(len(MARKERS)):
-            look = Look(
-                colours[colour % len(colours)], MARKERS[(marker + step) % len(MARKERS)], LINES[line % len(LINES)]
+        is_exact = label in exact
+        colours = EXACT_COLOURS if is_exact else CONTROL_COLOURS if label in controls else COLOURS
+        able = [
+            Look(
+                colours[colour % len(colours)],
+                MARKERS[(marker + step) % len(MARKERS)],
+                LINES[(line + step * is_exact) % len(LINES)],
             )
-            if look not in looks.values():
-                break
-        looks[label] = look
+            for step in range(len(MARKERS))
+        ]
+        strokes = {(one.colour, one.line) for one in looks.values()} if is_exact else set()
+        looks[label] = min(able, key=lambda one: (one in looks.values(), (one.colour, one.line) in strokes))
     return looks
 
 

@@ -183,15 +183,15 @@ def _steady(own: Sequence[Winner]) -> list[str]:
 
 
 def _reign(own: Sequence[Winner], where: str) -> str:
-    """Return who is the fastest of one stretch, and who is level with it at some of its lengths."""
+    """Return who is the fastest of one stretch, and who is not told from it at some of its lengths."""
     steady = _steady(own)
     rivals = dict.fromkeys(label for one in own for label in one.labels if label not in steady)
     lengths = {rival: tuple(human_length(one.seq_len) for one in own if rival in one.labels) for rival in rivals}
-    level = [
-        f"with {some(names, joint=' and ')} at {some(at, joint=' and ')}"
+    unsettled = [
+        f"against {some(names, joint=' and ')} at {some(at, joint=' and ')}"
         for at, names in grouped(rivals, lengths.__getitem__).items()
     ]
-    return f"{_level(steady)} {where}" + (f" (level {some(level)})" if level else "")
+    return f"{_either(steady)} {where}" + (f" ({NOT_SETTLED} {some(unsettled)})" if unsettled else "")
 
 
 def _waiting(panel: Panel) -> str:
@@ -219,8 +219,8 @@ def _span(lengths: Sequence[str]) -> str:
     return lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
 
 
-def _level(labels: Sequence[str]) -> str:
-    return labels[0] if len(labels) == 1 else f"{some(labels, joint=' or ')} (level)"
+def _either(labels: Sequence[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{some(labels, joint=' or ')} ({NOT_SETTLED})"
 
 
 def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -> str:
@@ -401,12 +401,12 @@ def _energy_line(panel: Panel) -> str:
 
 def _weights_line(panel: Panel) -> str:
     grown = [f"{series.label} {words}" for series in panel.series if (words := weights_words(series))]
-    return f"Weights grow with the length, in parameters a layer: {some(grown)}." if grown else ""
+    return f"Weights grow with the length, of a layer: {some(grown)}." if grown else ""
 
 
 def _score_line(group: AccuracyGroup) -> str:
     means = [
-        f"{score.name} {group.metric.show(score.mean)}{one_seed(len(score.values))}"
+        f"{score.sized_name} {group.metric.show(score.mean)}{one_seed(len(score.values))}"
         for score in group.ranked
         if score.mean is not None
     ]
@@ -503,7 +503,7 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     if not scored:
         return []
     metric = group.metric
-    means = [f"{score.name} {metric.show(score.mean or 0.0)} (n={len(score.values)})" for score in scored[:MOST]]
+    means = [f"{score.sized_name} {metric.show(score.mean or 0.0)} (n={len(score.values)})" for score in scored[:MOST]]
     if len(scored) > MOST:
         means.append(f"{len(scored) - MOST} more")
     said = [f"{metric.title} on {group.title}: {', '.join(means)}"]

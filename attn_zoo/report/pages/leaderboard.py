@@ -13,7 +13,7 @@ from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
-from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
 from attn_zoo.report.analysis.series import Failure, Point, Series
 from attn_zoo.report.pages.findings import accuracy_findings, completeness, findings, headline, nearest_line
 from attn_zoo.report.pages.html import render_page
@@ -363,7 +363,7 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
         title="Accuracy over the best floor",
         note=clean(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
-            "trivial models score. Bold: of what beats its floor the best, and all whose intervals reach that. "
+            "trivial models score. Bold: of what beats its floor the best, and all that is not told from it. "
             + " ".join([*filter(None, [controls]), *(f"{group.title}: {_setting(group)}." for group in groups)])
         ),
         headings=("variant", *(clean(group.title) for group in groups)),
@@ -378,6 +378,7 @@ def _score(group: AccuracyGroup, score: LabelScore) -> str:
     assert mean is not None
     ends = () if score.low is None or score.high is None else (metric.end(score.low), metric.end(score.high))
     text = metric.show(mean) + (f" [{', '.join(ends)}]" if ends else ", one seed")
+    text += f" (params {score.other_size})" if score.other_size else ""
     if standing is None:
         return text
     if standing.verdict == "not beaten":
@@ -392,9 +393,18 @@ def _setting(group: AccuracyGroup) -> str:
 
 
 def _level_scores(group: AccuracyGroup, controls: frozenset[str]) -> frozenset[str]:
-    """Return the best above the floor, and those whose intervals overlap with its; of one seed nothing is said."""
-    judged = [one for one in group.ranked if one.label not in controls]
-    ends = {one.name: (one.low, one.high) for one in judged if one.low is not None and one.high is not None}
-    above = {one.name for one in judged if one.standing is None or one.standing.verdict == "beaten"}
-    low, high = next((ends[name] for name in ends if name in above), (0.0, 0.0))
-    return frozenset(name for name in above & ends.keys() if ends[name][0] <= high and low <= ends[name][1])
+    """Return the best above the floor, and those that are not told from it; of one seed nothing is said.
+
+    Their intervals overlap with its, and no difference by seed is settled.
+    """
+    judged = [one for one in group.ranked if one.label not in controls and one.low is not None and one.high is not None]
+    above = [one for one in judged if one.standing is None or one.standing.verdict == "beaten"]
+    return frozenset(one.name for one in above if _is_level(one, above[0]))
+
+
+def _is_level(score: LabelScore, best: LabelScore) -> bool:
+    ends = score.low, score.high, best.low, best.high
+    if None in ends or not (score.low <= best.high and best.low <= score.high):  # type: ignore[operator]
+        return False
+    difference = pair(score.runs, best.runs)
+    return difference is None or not difference.is_settled

@@ -171,9 +171,10 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
     has_one_kind = len({(group.setting.protocol, group.metric.name) for group in groups}) == 1
     for group in groups:
         texts = {one.name: one.failed if one.mean is None else _score(one, group.metric) for one in group.ranked}
-        best = _best({one.name: (one.label, one.mean) for one in group.ranked if one.mean is not None}, analysis)
+        above = (one for one in group.ranked if one.standing is None or one.standing.verdict == "beaten")
+        best = _best({one.name: (one.label, one.mean) for one in above if one.mean is not None}, analysis)
         heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
-        columns.append(_Scores(group.name, heading, texts, f"{best} (by mean)" if best else "none"))
+        columns.append(_Scores(group.name, heading, texts, f"{best} (by mean)" if best else "none beats the floor"))
     return columns
 
 
@@ -211,6 +212,7 @@ def _brief_floor(text: str) -> str:
 
 def _score(score: LabelScore, metric: Metric) -> str:
     said = metric.show(score.mean or 0.0) + one_seed(len(score.values))
+    said += f" (params {score.other_size})" if score.other_size else ""
     doubt = _FLOORS.get(score.standing.verdict) if score.standing else None
     return f"{said} ({doubt})" if doubt else said
 
@@ -248,6 +250,7 @@ def _about_scores(analysis: Analysis) -> Note:
     groups = shown_groups(analysis)
     kinds = dict.fromkeys(f"{group.metric.axis}, protocol {group.setting.protocol}" for group in groups)
     scores = f"Scores: {'; '.join(kinds)}; mean over seeds on test. Floor: the best of chance and trivial models."
+    sizes = Remark("Params: how many more than the baseline of its task has.", sign="(params ")
     means = [
         Remark(f"{capital(heading)}: over {' and '.join(group.task_title for group in each.common)}.", heading=heading)
         for each in _shown_overviews(analysis)
@@ -255,7 +258,7 @@ def _about_scores(analysis: Analysis) -> Note:
     ]
     brief = [Remark(f"({brief}): {words}.", sign=f"({brief})") for words, brief in _BRIEF.items()]
     others = [group.title for group in analysis.accuracy if group not in groups]
-    return (scores, *brief, *means, f"Not in this table: {', '.join(others)}." if others else "")
+    return (scores, sizes, *brief, *means, f"Not in this table: {', '.join(others)}." if others else "")
 
 
 def _over(panel: Panel, lengths: Sequence[int]) -> Note:

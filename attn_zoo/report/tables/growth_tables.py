@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.fits import Crossing, Growth
+from attn_zoo.report.analysis.fits import DEVICE_SPREAD, Crossing, Growth
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.tables.table import (
     BRACKETS,
@@ -25,7 +25,7 @@ from attn_zoo.report.tables.table import (
     text_column,
 )
 from attn_zoo.report.tables.time_tables import interval_remark, pass_columns
-from attn_zoo.report.units import human_length, human_slope, some
+from attn_zoo.report.units import human_length, human_slope, percent, some
 from attn_zoo.report.wording import marks_of
 
 
@@ -47,7 +47,7 @@ def exponent_table(analysis: Analysis) -> Table:
                 f"{', without those that wait for the host' if has_waiting else ''}."
             ),
             BRACKETS,
-            Remark("Last slope: between the two longest, whatever took the time.", heading="last slope"),
+            Remark("Last slope: between the two longest, of calls whatever took the time.", heading="last slope"),
             Remark(
                 "Reading: linear or quadratic only where the whole interval is within 0.1 of it and that term leads "
                 "the fit a + bN + cN^2.",
@@ -110,8 +110,8 @@ def _growth_row(growth: Growth, shown: frozenset[str]) -> dict[str, Any]:
         "is_contradicted": growth.is_contradicted,
         "formula_exponent": growth.formula,
         "last_slope": last.slope,
-        "last_slope_low": last.ci_low if growth.quantity == "time" else None,
-        "last_slope_high": last.ci_high if growth.quantity == "time" else None,
+        "last_slope_low": last.ci_low if has_spread else None,
+        "last_slope_high": last.ci_high if has_spread else None,
         "last_slope_marks": marks_of(growth.last_doubts, shown),
         "reading": growth.verdict,
         "why": growth.why,
@@ -138,7 +138,7 @@ def _crossing_words(crossing: Crossing, waits: str) -> str:
     first, last = human_length(result.lengths[0]), human_length(result.lengths[-1])
     if len(result.lengths) == 1:
         if not crossing.is_settled:
-            return f"level at {first}, the only length"
+            return f"not settled at {first}, the only length"
         return f"{'cheaper' if result.kind == 'always_faster' else 'not cheaper'} at {first}, the only length"
     host = f" ({waits})" if crossing.waiting else ""
     until = f" (up to {human_length(crossing.ends)})" if crossing.ends else ""
@@ -165,6 +165,10 @@ _CHEAPER: Note = (
     Remark("From N or less: the interval ends at N and is open below.", sign="or less"),
     Remark("None up to N is a result.", sign="none up to"),
     Remark("In turns: from the ratios of calls of one round.", sign="in turns"),
+    Remark(
+        f"Time of the GPU: one median a length; what {percent(DEVICE_SPREAD - 1)} of it would change is not settled.",
+        sign="time of the GPU",
+    ),
     Remark("Where calls wait for the host, their costs of launching cross, not the mechanisms.", sign="host)"),
 )
 _NO_BASELINE = (

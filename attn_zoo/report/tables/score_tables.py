@@ -12,7 +12,7 @@ from attn_zoo.records import AS_TRAINED
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.breakdown import NOT_AXES
 from attn_zoo.report.analysis.floor import CHANCE
-from attn_zoo.report.analysis.learning import AXES, Axis, best_within, budgets, seed_curves
+from attn_zoo.report.analysis.learning import AXES, COMPILED_FIRST, Axis, best_within, budgets, compiles, seed_curves
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, Difference, LabelScore, mean_with_interval, pair
 from attn_zoo.report.analysis.task_means import Overview
@@ -30,17 +30,14 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import MINUS, Units, capital, human_flops, human_s
+from attn_zoo.report.units import Units, capital, human_flops, human_s
 from attn_zoo.report.wording import failure_words
 
 
 def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:
     difference, standing = score.difference, score.standing
-    extra = ""
-    if score.has_other_size and score.params_excess is not None:
-        extra = f"{'+' if score.params_excess > 0 else MINUS}{100 * abs(score.params_excess):.0f} %"
     return {
-        "variant": f"{score.name} (params {extra})" if extra else score.name,
+        "variant": score.sized_name,
         "name": score.name,
         "label": score.label,
         "start": group.words_of(score.start),
@@ -60,7 +57,7 @@ def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:
         "stands": standing.brief if standing else "",
         "verdict": standing.words if standing else "",
         "failed": score.failed,
-        "params": extra,
+        "params": score.other_size,
         "params_excess_frac": score.params_excess,
         **score.costs,
         "is_time_shared": score.is_shared,
@@ -243,6 +240,7 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
             "Best validation score within what every variant has spent, mean over seeds.",
             "Steps are those after self-pretraining; other costs count it." if _is_pretrained(group) else "",
             f"{spent} of an evaluation are those of the whole run times its share of the steps." if spent else "",
+            COMPILED_FIRST if "seconds" in limits and compiles(group.scores) else "",
         ),
         columns=(text_column("variant", priority=0), *columns),
         rows=rows,

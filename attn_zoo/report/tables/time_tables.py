@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.fits import NOT_SETTLED
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Failure, Point, Series, joint_doubts, shown_doubts
 from attn_zoo.report.analysis.winners import SpeedUp, fastest_of, times_faster
@@ -41,9 +42,11 @@ from attn_zoo.report.units import (
 )
 from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of
 
-_GRAPHS = Remark(
-    "In parentheses: the same call replayed from a CUDA graph, cache warm: the time of the GPU alone.", sign=" ("
+_REPLAYED = (
+    "the same call replayed from a CUDA graph, cache warm: the time of the GPU alone. Replays one after another may "
+    "lower its clock, and then take longer than a call."
 )
+_GRAPHS = Remark(f"In parentheses: {_REPLAYED}", sign=" (")
 
 
 def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
@@ -111,12 +114,20 @@ def _how_to_read(panel: Panel, quantity: Literal["time", "memory"]) -> Note:
     return ("Median time.", BRACKETS, *time_caveats(panel), _GRAPHS)
 
 
+HIDDEN_LAUNCHES = (
+    "A call is enqueued behind a write that empties the cache, which hides a part of the host's time. Calls in a loop "
+    "take that time where it is longer (table of all measurements)."
+)
+
+
 def time_caveats(panel: Panel) -> Note:
     """Return what intervals of times know, what marks mean, and how we know of waiting calls."""
     caveats = [interval_remark(panel.points), *MARK_REMARKS]
     if any(point.is_waiting and point.device_ms is None for point in panel.points):
         text = "Where the GPU alone was not timed, waiting is inferred from times that hardly grow."
         caveats.append(Remark(text, sign=MARKS["host"][0]))
+    if any(point.timing.host_ms is not None and point.timing.host_ms > point.median_ms for point in panel.points):
+        caveats.append(HIDDEN_LAUNCHES)
     if any(series.may_wait for series in panel.series):
         caveats.append("Where the GPU alone was not timed, nobody knows whether short calls wait for the host.")
     return caveats
@@ -157,12 +168,12 @@ def factor_text(found: SpeedUp, shown: Container[str]) -> str:
 
 
 def weights_words(series: Series) -> str:
-    """Return the number of parameters that a layer has at the longest length, if it grows with the length."""
+    """Return how many parameters a layer has at the longest length, if they grow with the length."""
     counts = [(point.record.num_params or 0, point.seq_len) for point in series.points]
     if not counts or min(counts)[0] == max(counts)[0]:
         return ""
     most, length = max(counts)
-    return f"{human_count(most)} at {human_length(length)}"
+    return f"{human_count(most)} parameters at {human_length(length)}"
 
 
 def by_importance(lengths: Sequence[int]) -> list[int]:
@@ -265,7 +276,8 @@ def measurement_table(analysis: Analysis) -> Table:
             Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
             *_energy_words(rows),
             Remark(_SPEED_UP, heading="speed-up"),
-            Remark("From a graph: the same call replayed from a CUDA graph, cache warm.", heading="from a graph"),
+            Remark("Host: what it takes to enqueue a call, which calls in a loop take at least.", heading="host"),
+            Remark(f"From a graph: {_REPLAYED}", heading="from a graph"),
             *MARK_REMARKS,
             analysis.caveats,
         ),
@@ -444,8 +456,8 @@ def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
 
 
 def _ratio(row: Row) -> str:
-    level = ", level" if row["is_level"] else ""
+    doubt = f", {NOT_SETTLED}" if row["is_level"] else ""
     if row["variant"] == row["fastest"]:
-        return f"fastest{level}" if row["num_rivals"] else "alone"
+        return f"fastest{doubt}" if row["num_rivals"] else "alone"
     factor = ratio_interval(row["ratio"], row["ratio_low"], row["ratio_high"])
-    return marked(f"{factor}{level}", row["ratio_marks"])
+    return marked(f"{factor}{doubt}", row["ratio_marks"])

@@ -7,7 +7,7 @@ import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.breakdown import axes_of, parts
-from attn_zoo.report.analysis.learning import budgets, mean_curve, seed_curves
+from attn_zoo.report.analysis.learning import COMPILED_FIRST, budgets, mean_curve, seed_curves
 from attn_zoo.report.tables.score_tables import equal_cost_table, score_table
 from attn_zoo.report.tables.table import to_csv
 from tests.report.synthetic import accuracy, write_run
@@ -54,6 +54,26 @@ def test_self_pretraining_counts_as_spent(tmp_path):
     table = equal_cost_table(found)
     assert table is not None
     assert "Steps are those after self-pretraining; other costs count it." in table.notes
+
+
+def test_seconds_of_compiling_come_before_the_first_step(tmp_path):
+    """Spread over all steps they would put the quickest first although it compiled the longest."""
+    numbers = {"curve": points(0.1, 0.3), "num_steps": 200, "train_s": 50.0, "train_flops": 200.0}
+    records = [
+        accuracy("full", 0, 0.3, score=numbers | {"compile_s": 30.0}),
+        accuracy("bigbird", 0, 0.3, score=numbers),
+    ]
+    found, scores = group(tmp_path, records)
+    assert [place for place, _ in mean_curve(scores["full"], "validation", "seconds")] == [40.0, 50.0]
+    assert [place for place, _ in mean_curve(scores["bigbird"], "validation", "seconds")] == [25.0, 50.0]
+    assert [place for place, _ in mean_curve(scores["full"], "validation", "flops")] == [100.0, 200.0]
+    table = equal_cost_table(found)
+    assert table is not None
+    assert COMPILED_FIRST in table.note
+    eager, _ = group(tmp_path / "eager", [records[1], accuracy("luna", 0, 0.3, score=numbers)])
+    table = equal_cost_table(eager)
+    assert table is not None
+    assert COMPILED_FIRST not in table.note
 
 
 def test_equal_cost_compares_at_what_everyone_has_spent(tmp_path):

@@ -17,7 +17,7 @@ from attn_zoo.records import Memory
 from attn_zoo.registry import variants
 from attn_zoo.report.figures.axes import log_axis
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
-from attn_zoo.report.figures.style import DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
+from attn_zoo.report.figures.style import DARK, DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
 from attn_zoo.report.figures.svg import render
 from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
@@ -126,20 +126,25 @@ def test_a_label_looks_the_same_whatever_else_is_drawn():
 
 
 def test_variants_of_the_zoo_have_colours_of_their_own():
-    """There are sixteen: two that are never drawn together, one causal only and the other never, may share one.
-
-    So may a control, whose lines and markers are its own then.
-    """
+    """There are sixteen: two that are never drawn together, one causal only and the other never, may share one."""
     ours = [variants[name] for name in variants if variants[name].provider == "attn_zoo"]  # none of another test
     others = [each for each in ours if not each.capabilities.is_exact]
+    controls = {each.name for each in ours if each.capabilities.is_control}
+    assert controls
     for direction in ("causal", "bidirectional"):
         able = [each.name for each in others if getattr(each.capabilities, direction) is not False]
         assert len(able) > 8
-        looks = make_looks(able, [])
-        colours = [look.colour for name, look in looks.items() if not variants[name].capabilities.is_control]
-        assert len(set(colours)) == len(colours)
-        assert len({(look.colour, look.line) for look in looks.values()}) == len(able)
-        assert len({(look.colour, look.marker) for look in looks.values()}) == len(able)
+        looks = make_looks(able, [], controls)
+        assert len({look.colour for look in looks.values()}) == len(able)
+        assert all(look.colour in DARK for look in looks.values())
+
+
+def test_exact_kernels_have_strokes_of_their_own():
+    kernels = ["full", "torch SDPA", "sdpa cudnn", "sdpa flash", "sdpa efficient", "flex", "only math", "nn.MHA"]
+    looks = make_looks(kernels, kernels)
+    assert len({(look.colour, look.line) for look in looks.values()}) == len(kernels)
+    many = [f"v{index}" for index in range(24)]
+    assert len(set(make_looks(many, many).values())) == len(many)
 
 
 @given(st.text(max_size=60))

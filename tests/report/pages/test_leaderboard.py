@@ -85,6 +85,25 @@ def test_a_score_says_how_far_it_is_above_the_floor(machines):
     assert " listops (short): accuracy; best floor" in board.note
 
 
+@pytest.mark.parametrize(("wide", "bold"), [((0.80, 0.90, 0.97), True), ((0.79, 0.86, 0.93), False)])
+def test_an_interval_that_reaches_the_best_does_not_hide_a_settled_difference(tmp_path, wide, bold):
+    """Where seeds move both alike they are worse by the same amount in all of them."""
+    best = (0.84, 0.91, 0.98)
+    assert wide[1] < best[1]
+    scores = {"full": best, "linformer": wide}
+    records = [
+        accuracy(name, seed, value, score={"correct": ""})
+        for name, values in scores.items()
+        for seed, value in enumerate(values)
+    ]
+    write_run(tmp_path / "box" / "run", records)
+    (machine,) = read_machines(tmp_path)
+    board = machine.runs[0].boards[0]
+    (heading,) = board.headings[1:]
+    assert row(board, "full")[heading].is_best
+    assert row(board, "linformer")[heading].is_best is bold
+
+
 def test_an_unfinished_run_is_said_to_be(tmp_path):
     records = zoo(lengths=LENGTHS)
     left = scaling("full", 8192).cell

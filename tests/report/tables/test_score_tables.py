@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.pages.findings import accuracy_findings
+from attn_zoo.report.pages.findings import accuracy_findings, headline
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import accuracy_table, cost_table, equal_cost_table
@@ -339,6 +339,24 @@ def test_the_front_says_what_has_no_mean_who_is_level_and_which_tasks_have_no_sc
     front = front_table(analyse([write_run(tmp_path / "more", records)]))
     assert front is not None
     assert {row[0]: row[1] for row in front.texts()}["moba"] == "no mean"
+
+
+def test_the_front_says_whose_model_is_larger_and_that_nothing_beats_the_floor(tmp_path):
+    sizes, scores = {"full": 65_000, "linformer": 130_000}, {"full": 0.2, "linformer": 0.205}
+    records = [
+        accuracy(name, seed, scores[name], score={"num_params": size})
+        for name, size in sizes.items()
+        for seed in (0, 1, 2)
+    ]
+    analysis = analyse([write_run(tmp_path / "run", records)])
+    front = front_table(analysis)
+    assert front is not None
+    rows = {row[0]: row[1] for row in front.texts()}
+    assert rows["best"] == "none beats the floor"
+    assert rows["linformer"] == "20.5 % (params +100 %) (floor not beaten)"
+    assert rows["full"] == "20.0 % (floor not beaten)"
+    assert "Params: how many more than the baseline" in front.note
+    assert "linformer (params +100 %) 20.5 %" in headline(analysis)
 
 
 def test_what_may_depend_on_padding_is_named(tmp_path):
