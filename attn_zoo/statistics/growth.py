@@ -50,15 +50,12 @@ def local_slopes(samples_by_length: Samples, sizes: Sizes | None = None) -> list
     >>> [round(s.slope, 3) for s in local_slopes({256: [1.0], 512: [2.0], 1024: [8.0]})]
     [1.0, 2.0]
     """
-    lengths, logs, resampled = log_medians(samples_by_length, 0, sizes)
-    if len(lengths) < 2:
-        return []
-    steps = np.log([high / low for low, high in pairwise(lengths)])
-    ends = np.quantile(np.diff(resampled, axis=0) / steps[:, None], TAILS, axis=1)
-    return [
-        LocalSlope(low_len=pair[0], high_len=pair[1], slope=float(slope), ci_low=float(low), ci_high=float(high))
-        for pair, slope, low, high in zip(pairwise(lengths), np.diff(logs) / steps, *ends, strict=True)
-    ]
+    lengths, slopes = log_medians(samples_by_length, 0, sizes).lengths, []
+    for low_len, high_len in pairwise(lengths):
+        both = log_medians({n: samples_by_length[n] for n in (low_len, high_len)}, 0, sizes)
+        slope, low, high = both.weighted(np.array([-1.0, 1.0]) / np.log(high_len / low_len))
+        slopes.append(LocalSlope(low_len=low_len, high_len=high_len, slope=slope, ci_low=low, ci_high=high))
+    return slopes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +86,10 @@ def fit_exponent(samples_by_length: Samples, from_len: int | None = None, sizes:
     used = {n: s for n, s in samples_by_length.items() if (n >= from_len if from_len is not None else 10 * n > longest)}
     if len(used) < 2:
         raise ValueError(f"expected at least two lengths from {from_len or longest / 10:g} up; got {sorted(used)}")
-    lengths, logs, resampled = log_medians(used, 0, sizes)
-    centred = np.log(lengths) - np.log(lengths).mean()
-    weights = centred / (centred @ centred)
-    low, high = np.quantile(np.ascontiguousarray(resampled.T) @ weights, TAILS)
-    return Exponent(value=float(logs @ weights), low=float(low), high=float(high), lengths=tuple(lengths))
+    medians = log_medians(used, 0, sizes)
+    centred = np.log(medians.lengths) - np.log(medians.lengths).mean()
+    value, low, high = medians.weighted(centred / (centred @ centred))
+    return Exponent(value=value, low=low, high=high, lengths=tuple(medians.lengths))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -134,18 +134,49 @@ def _sizes(processes: Processes) -> tuple[int, ...]:
     return tuple(part.size for part in processes)
 
 
-def _student(degrees: int) -> NDArray[np.float64]:
+def _student(degrees: float) -> NDArray[np.float64]:
     """Return quantiles of Student's distribution at evenly spaced probabilities: a sample without the luck of one."""
     from scipy import special  # a fifth of a second that no worker needs
 
-    quantiles: NDArray[np.float64] = special.stdtrit(degrees, (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES)
-    return quantiles
+    places = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
+    return np.asarray(special.stdtrit(degrees, places), dtype=np.float64)
 
 
-def log_medians(
-    samples: Samples, seed: int, sizes: Sizes | None = None
-) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the ascending lengths, the logs of `_middle` [lengths], and those resampled [lengths, resamples].
+@dataclass(frozen=True, slots=True)
+class LogMedians:
+    """Logs of the medians of several lengths, and how far they may be off.
+
+    Args:
+        lengths: ascending.
+        values: logs of `_middle` [lengths].
+        resampled: the samples of each process drawn with replacement [lengths, resamples]; one column where none vary.
+        errors: squared standard errors of the values because processes differ [lengths]; 0 for one process.
+        degrees: of freedom of these [lengths].
+    """
+
+    lengths: list[int]
+    values: NDArray[np.float64]
+    resampled: NDArray[np.float64]
+    errors: NDArray[np.float64]
+    degrees: NDArray[np.int64]
+
+    def weighted(self, weights: NDArray[np.float64]) -> tuple[float, float, float]:
+        """Return a sum of the values, each times its weight [lengths], and the ends of its 95 % interval.
+
+        What differs between the processes of one length says nothing of another's, so the shifts of all lengths
+        together have more degrees of freedom than that of one: those of Welch and Satterthwaite.
+        """
+        sums = np.ascontiguousarray(self.resampled.T) @ weights
+        parts = weights**2 * self.errors
+        if parts.any():
+            degrees = parts.sum() ** 2 / (parts[parts > 0] ** 2 / self.degrees[parts > 0]).sum()
+            shifts = np.random.default_rng(0).permutation(_student(degrees)) * parts.sum() ** 0.5
+            sums = sums + np.clip(shifts, -MAX_SHIFT, MAX_SHIFT)
+        return float(weights @ self.values), *_tails(sums)
+
+
+def log_medians(samples: Samples, seed: int, sizes: Sizes | None = None) -> LogMedians:
+    """Return the logs of the medians of several lengths.
 
     Raises:
         ValueError: a length or sample is not positive and finite, or sizes do not add up.
@@ -153,26 +184,29 @@ def log_medians(
     lengths = sorted(samples)
     # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
     found = [_log_median(tuple(samples[n]), tuple((sizes or {}).get(n, ())), (seed, n)) for n in lengths]
-    logs = np.array([log for log, _ in found])
-    if all(len(samples[n]) == 1 for n in lengths):
-        return lengths, logs, logs[:, None]  # nothing varies: one resample says it all
-    return lengths, logs, np.stack([column for _, column in found])
+    values, columns, errors, degrees = zip(*found, strict=True) if found else ((), (), (), ())
+    is_varying = any(len(samples[n]) > 1 for n in lengths)  # else one resample says it all
+    resampled = np.stack(columns) if is_varying else np.array(values)[:, None]
+    return LogMedians(lengths, np.array(values), resampled, np.array(errors), np.array(degrees))
 
 
 @lru_cache(maxsize=512)  # the curves of a figure: each is asked for its slopes, its exponent and its crossings
 def _log_median(
     samples: tuple[float, ...], sizes: tuple[int, ...], seed: tuple[int, int]
-) -> tuple[np.float64, NDArray[np.float64]]:
-    """Return the log of `_middle` of one length, and those resampled; the second of `seed` is the length."""
+) -> tuple[float, NDArray[np.float64], float, int]:
+    """Return what `LogMedians` has of one length; the second of `seed` is the length."""
     length, array = seed[1], np.asarray(samples, dtype=np.float64)
     if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
         raise ValueError(
             f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
         )
     if array.size == 1:
-        return np.log(array[0]), np.full(NUM_RESAMPLES, np.log(array[0]))
+        return float(np.log(array[0])), np.full(NUM_RESAMPLES, np.log(array[0])), 0.0, 0
     processes = _by_process(array, sizes, f"length {length}")
-    return np.log(_middle(processes)), _resampled_medians(processes, *_draws(seed, _sizes(processes)), is_log=True)
+    logs = np.log(_medians(processes))
+    error = float(logs.var(ddof=1)) / logs.size if logs.size > 1 else 0.0
+    resampled = _resampled_logs(processes, *_draws(seed, _sizes(processes)))
+    return float(np.log(_middle(processes))), resampled, error, logs.size - 1
 
 
 def finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.float64]:

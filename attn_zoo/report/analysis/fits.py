@@ -184,7 +184,7 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     used = [length for length in samples if 10 * length > max(samples)]
     own_sizes = {length: own for length, own in sizes.items() if length not in device}
     exponent = fit_exponent(samples, sizes=own_sizes) if len(used) >= LEAST_LENGTHS else None
-    medians = [math.exp(log) for log in log_medians(samples, 0, own_sizes)[1]]
+    medians = [math.exp(log) for log in log_medians(samples, 0, own_sizes).values]
     fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
     claimed = None
     if quantity in {"time", "peak_bytes"}:

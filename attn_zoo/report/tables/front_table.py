@@ -174,7 +174,8 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
         above = (one for one in group.ranked if one.standing is None or one.standing.verdict == "beaten")
         best = _best({one.name: (one.label, one.mean) for one in above if one.mean is not None}, analysis)
         heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
-        columns.append(_Scores(group.name, heading, texts, f"{best} (by mean)" if best else "none beats the floor"))
+        best = f"{best} (by mean)" if best else "none clearly beats the floor"
+        columns.append(_Scores(group.name, heading, texts, best))
     return columns
 
 

@@ -352,7 +352,7 @@ def test_the_front_says_whose_model_is_larger_and_that_nothing_beats_the_floor(t
     front = front_table(analysis)
     assert front is not None
     rows = {row[0]: row[1] for row in front.texts()}
-    assert rows["best"] == "none beats the floor"
+    assert rows["best"] == "none clearly beats the floor"
     assert rows["linformer"] == "20.5 % (params +100 %) (floor not beaten)"
     assert rows["full"] == "20.0 % (floor not beaten)"
     assert "Params: how many more than the baseline" in front.note
