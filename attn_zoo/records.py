@@ -230,8 +230,11 @@ class Timing(Json):
             about samples is then of the first process. Empty for one process.
         host_ms: on a GPU, until a call has launched its work and returned to the host: median. None in older records.
         graph_ms: on a GPU, of the same call replayed from a CUDA graph, cache warm: median over samples of many
-            replays. Older records have it only where a single call took less than 0.1 ms.
-        graph_reason: why there is no such time although there should be one.
+            replays; of several processes the geometric mean of their medians. Older records have it of the first
+            process only, and the oldest only where a single call took less than 0.1 ms.
+        graph_by_process_ms: these medians, where several processes took samples: of each that could replay the call,
+            in their order. Empty for one process, and in older records.
+        graph_reason: why there is no such time, of any process, although there should be one.
         num_discarded: samples that were taken again, because something else disturbed the machine meanwhile.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
@@ -249,7 +252,8 @@ class Timing(Json):
     process_cpu_ms: float | None = None
     process_sizes: tuple[Size, ...] = ()
     host_ms: float | None = None
-    graph_ms: float | None = None
+    graph_ms: Positive | None = None
+    graph_by_process_ms: tuple[Positive, ...] = ()
     graph_reason: str = ""
     num_discarded: int = 0
     flags: tuple[str, ...] = ()

@@ -188,13 +188,12 @@ class Trial:
         assert work is not None
         assert timing is not None
         assert claims is not None
-        if not self.is_repeat:
-            why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
-            with self.phase("timing"):
-                timing = with_device_time(timing, work.make_call, cell.device, why_not)
-                work.release()
-            if timing.graph_ms is not None:
-                _refuse_impossible(cell, claims, timing.graph_ms)
+        why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
+        with self.phase("timing"):
+            timing = with_device_time(timing, work.make_call, cell.device, why_not)
+            work.release()
+        if timing.graph_ms is not None:
+            _refuse_impossible(cell, claims, timing.graph_ms)
         return replace(
             self.record,
             kernels=self._kernels,
