@@ -235,6 +235,7 @@ class Timing(Json):
         graph_by_process_ms: these medians, where several processes took samples: of each that could replay the call,
             in their order. Empty for one process, and in older records.
         graph_reason: why there is no such time, of any process, although there should be one.
+        graph_flags: what makes it doubtful, as `flags` do the samples: it is taken after them. Empty in older records.
         num_discarded: samples that were taken again, because something else disturbed the machine meanwhile.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
@@ -255,6 +256,7 @@ class Timing(Json):
     graph_ms: Positive | None = None
     graph_by_process_ms: tuple[Positive, ...] = ()
     graph_reason: str = ""
+    graph_flags: tuple[str, ...] = ()
     num_discarded: int = 0
     flags: tuple[str, ...] = ()
 

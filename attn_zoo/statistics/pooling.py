@@ -68,6 +68,7 @@ def _of_device_alone(timings: Sequence[Timing]) -> dict[str, Any]:
         "graph_ms": quartiles(medians, [1] * len(medians))[1] if medians else None,
         "graph_by_process_ms": medians,
         "graph_reason": "" if medians or not reasons else reasons[0],
+        "graph_flags": tuple(dict.fromkeys(flag for timing in timings for flag in timing.graph_flags)),
     }
 
 

@@ -60,6 +60,14 @@ def test_a_record_of_before_has_such_a_time_of_one_process():
     assert Timing.from_dict(data) == before
 
 
+def test_what_disturbed_the_replays_of_any_process_is_kept():
+    flags = [("throttled",), (), ("throttled", "other_gpu_process")]
+    records = [replace(replayed(1.0), timing=replace(pooled_timing(replayed(1.0)), graph_flags=own)) for own in flags]
+    timing = pooled_timing(*records)
+    assert timing.graph_flags == ("throttled", "other_gpu_process")
+    assert timing.flags == ()
+
+
 def test_the_reason_stays_where_no_process_has_such_a_time():
     timing = pooled_timing(replayed(None, "a reason"), replayed(None, "another"))
     assert (timing.graph_ms, timing.graph_by_process_ms, timing.graph_reason) == (None, (), "a reason")

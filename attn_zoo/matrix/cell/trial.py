@@ -188,10 +188,8 @@ class Trial:
         assert work is not None
         assert timing is not None
         assert claims is not None
-        why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
-        with self.phase("timing"):
-            timing = with_device_time(timing, work.make_call, cell.device, why_not)
-            work.release()
+        if timing.timer == "cuda_event":
+            timing = self._replayed(work, timing)
         if timing.graph_ms is not None:
             _refuse_impossible(cell, claims, timing.graph_ms)
         return replace(
@@ -207,6 +205,15 @@ class Trial:
             num_params=work.num_params,
             **asdict(claims),
         )
+
+    def _replayed(self, work: AbstractWorkload, timing: Timing) -> Timing:
+        """Return the timing with the device's time, and with what disturbed that."""
+        device = self.record.cell.device
+        why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
+        with Conditions(device) as conditions, self.phase("timing"):
+            timing = with_device_time(timing, work.make_call, device, why_not)
+            work.release()
+        return timing if timing.graph_ms is None else replace(timing, graph_flags=conditions.flags)
 
     def drop(self) -> None:
         """Let go of everything."""
