@@ -239,6 +239,13 @@ def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
 
 
 def _joules(work: AbstractWorkload, device: str) -> float | None:
+    """Return the joules of one call, or None where they cannot be told.
+
+    Setup runs between the calls that are counted. What it does now and then is counted by itself, as often as it
+    comes: E(call) = E(setup and call) - E(begin again) / calls between.
+    """
+    again = work.begin_again()
+    begun = 0.0 if again is None else energy_of_call(again[0], device=device)  # before a call holds a state too
     call, setup = work.make_call()
 
     def whole() -> None:
@@ -247,9 +254,13 @@ def _joules(work: AbstractWorkload, device: str) -> float | None:
         call()
 
     try:
-        return energy_of_call(whole, device=device)
+        joules = energy_of_call(whole, device=device)
     finally:
         work.release()
+    if joules is None or begun is None:
+        return None
+    joules -= 0.0 if again is None else begun / again[1]
+    return joules if joules > 0 else None
 
 
 class _Ledger:
