@@ -828,6 +828,7 @@ class Record(Json):
         memory_exponent: likewise.
         counted_flops: forward FLOPs as counted while running, or None where the counter does not see the kernel.
         energy_joules: per call, where NVML is readable.
+        energy_reason: why there is none although the matrix asks for it; empty in older records.
         clocks_mhz: GPU clock before and after.
         num_params: of the module under test.
         packages: versions of what the variant's own files import, beyond what the environment records.
@@ -858,6 +859,7 @@ class Record(Json):
     memory_exponent: float | None = None
     counted_flops: Count | None = None
     energy_joules: float | None = None
+    energy_reason: str = ""
     clocks_mhz: tuple[float, ...] = ()
     num_params: Count | None = None
     packages: dict[str, str] = field(default_factory=dict)

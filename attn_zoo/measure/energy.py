@@ -44,17 +44,23 @@ class Clocks:
     throttles: tuple[str, ...]
 
 
-def _nvml() -> ModuleType | None:
-    """Return NVML's module, initialised (which may be done again and again), or None."""
+def _package() -> ModuleType | None:
     try:
         import pynvml
     except ImportError:
         return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+def _nvml() -> ModuleType | None:
+    """Return NVML's module, initialised (which may be done again and again), or None."""
+    if (nvml := _package()) is None:
+        return None
     try:
-        pynvml.nvmlInit()
+        nvml.nvmlInit()
     except Exception:  # the module has one error class per version; none of them may stop a measurement
         return None
-    return pynvml  # type: ignore[no-any-return]
+    return nvml
 
 
 def _read(query: Callable[[], Any]) -> Any | None:
@@ -160,10 +166,17 @@ def _counter_mj(gpu: _Gpu) -> int | None:
     return None if gpu.is_slice else _read(lambda: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.card))
 
 
-def can_count_energy(device: torch.device | str) -> bool:
-    """Tell whether the energy counter of `device` can be read."""
-    gpu = _connect(device)
-    return gpu is not None and _counter_mj(gpu) is not None
+def why_no_energy(device: torch.device | str) -> str:
+    """Return why the energy of what runs on `device` cannot be counted; empty where it can."""
+    if torch.device(device).type != "cuda":
+        return "only that of GPUs is counted"
+    if _package() is None:
+        return "it is read by nvidia-ml-py: pip install 'attn-zoo[gpu]'"
+    if (gpu := _connect(device)) is None:
+        return "NVML cannot be read"
+    if gpu.is_slice:
+        return "the counter is of the whole card, and this is a slice of it"
+    return "" if _counter_mj(gpu) is not None else "the card has no counter that can be read"
 
 
 def energy_of_call(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_zoo.measure.energy import can_count_energy, clocks, driver_version, energy_of_call, num_other_processes
+from attn_zoo.measure.energy import clocks, driver_version, energy_of_call, num_other_processes, why_no_energy
 
 UUID = "0000-1111"
 
@@ -121,7 +121,7 @@ def test_a_slice_has_the_clocks_of_the_card_its_own_processes_and_no_energy(nvml
     assert state is not None
     assert (state.sm_mhz, state.power_w, state.throttles) == (1980.0, 70.0, ("power_cap", "hw_thermal"))
     assert num_other_processes("cuda") == 1
-    assert not can_count_energy("cuda")
+    assert why_no_energy("cuda") == "the counter is of the whole card, and this is a slice of it"
     assert energy(nvml) is None
 
 
@@ -131,14 +131,14 @@ def test_the_card_of_a_slice_that_is_not_known_tells_its_clocks_only(nvml):
     assert state is not None
     assert state.sm_mhz == 1980.0
     assert num_other_processes("cuda") is None
-    assert not can_count_energy("cuda")
+    assert "a slice" in why_no_energy("cuda")
     assert energy(nvml) is None
 
 
 def test_what_nvml_refuses_is_none_and_the_rest_stays(nvml):
-    assert can_count_energy("cuda")
+    assert why_no_energy("cuda") == ""
     nvml.refused = {"energy", "clock", "throttle", "processes", "driver"}
-    assert not can_count_energy("cuda")
+    assert why_no_energy("cuda") == "the card has no counter that can be read"
     assert energy(nvml) is None
     state = clocks("cuda")
     assert state is not None
@@ -151,6 +151,7 @@ def test_what_nvml_refuses_is_none_and_the_rest_stays(nvml):
 def test_no_connection_no_numbers(nvml, broken):
     nvml.refused = {broken}
     assert energy(nvml) is None
+    assert why_no_energy("cuda") == "NVML cannot be read"
     assert clocks("cuda") is None
     assert num_other_processes("cuda") is None
 
@@ -162,10 +163,11 @@ def test_a_counter_that_stands_still_gives_no_energy(nvml):
 
 def test_without_the_package_or_on_cpu_there_is_nothing(nvml, monkeypatch):
     assert clocks("cpu") is None
-    assert not can_count_energy("cpu")
+    assert why_no_energy("cpu") == "only that of GPUs is counted"
     assert energy_of_call(lambda: None, device="cpu") is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # import raises ImportError
     assert clocks("cuda") is None
+    assert why_no_energy("cuda") == "it is read by nvidia-ml-py: pip install 'attn-zoo[gpu]'"
     assert driver_version() is None
 
 

@@ -24,7 +24,7 @@ from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure import capture
 from attn_zoo.measure.energy import Clocks
 from attn_zoo.measure.stopwatch import HostStopwatch
-from attn_zoo.records import Cell
+from attn_zoo.records import Cell, Record
 from attn_zoo.registry import variants
 from attn_zoo.training import TrainingResult
 from tests.conformance.broken import Broken, Softmax, registered
@@ -391,6 +391,15 @@ def test_what_disturbs_replays_is_a_flag_on_their_time_alone(monkeypatch, as_on_
     assert met == []
     assert record.timing.graph_flags == flags
     assert ("loaded_host" in record.timing.flags, "throttled" in record.timing.flags) == (True, False)
+
+
+def test_a_cell_says_why_it_has_no_energy_where_it_was_asked_for():
+    asked, other = run_cell(cell(), has_energy=True), run_cell(cell())
+    assert (asked.status, asked.energy_joules, asked.energy_reason) == ("ok", None, "only that of GPUs is counted")
+    assert other.energy_reason == ""
+    data = other.to_dict()
+    del data["energy_reason"]
+    assert Record.from_dict(data) == other
 
 
 def test_the_host_is_timed_before_memory_and_the_device_last(monkeypatch, as_on_gpu):

@@ -475,21 +475,31 @@ def test_the_energy_of_a_token_is_without_that_of_beginning_again(monkeypatch):
 
     monkeypatch.setattr(_Steps, "__call__", costing(1.0, _Steps.__call__))
     monkeypatch.setattr(DecodeWorkload, "_begin", costing(10.0, DecodeWorkload._begin))
+    monkeypatch.setattr(trial, "why_no_energy", lambda _: "")
     monkeypatch.setattr(trial, "energy_of_call", energy)
     [cell] = cells(["full"], seq_len=[256])  # four steps from each beginning
     record = run_cell(cell, has_energy=True)
     assert record.status == "ok", record.reason + record.trace
     assert record.energy_joules == pytest.approx(1.0)
+    assert record.energy_reason == ""
 
 
 @pytest.mark.parametrize(
-    ("begin", "whole", "joules"), [(8.0, 5.0, 3.0), (None, 5.0, None), (8.0, None, None), (20.0, 5.0, None)]
+    ("begin", "whole", "joules", "reason"),
+    [
+        (8.0, 5.0, 3.0, ""),
+        (None, 5.0, None, "the counter stood still"),
+        (8.0, None, None, "the counter stood still"),
+        (20.0, 5.0, None, "what comes between two calls took all that was counted"),
+    ],
 )
-def test_a_token_has_no_energy_where_a_part_is_not_known_or_takes_all(monkeypatch, begin, whole, joules):
+def test_a_token_without_energy_says_why(monkeypatch, begin, whole, joules, reason):
     answers = [begin, whole]
+    monkeypatch.setattr(trial, "why_no_energy", lambda _: "")
     monkeypatch.setattr(trial, "energy_of_call", lambda call, device: answers.pop(0))
     [cell] = cells(["full"], seq_len=[256])
-    assert run_cell(cell, has_energy=True).energy_joules == joules
+    record = run_cell(cell, has_energy=True)
+    assert (record.energy_joules, record.energy_reason) == (joules, reason)
 
 
 @pytest.mark.gpu
