@@ -306,8 +306,8 @@ class Approximation(Json):
     Args:
         error: norm of the difference over the norm of the exact output, over all rows that were compared. Zeros have 1.
         mean_error: likewise of the mean of the values that a row sees: what equal weights give.
-        rounding_error: likewise of exact attention computed in the dtype of the cell, softmax in float32 at least; 0 in
-            float64, which is what it is compared with.
+        rounding_error: likewise of exact attention computed in the dtype of the cell, scores and softmax in float32 at
+            least; 0 in float64, which is what it is compared with.
         num_effective_keys: over how many keys a row's exact weights spread, 1 / sum of their squares: median over rows.
         num_rows: that were compared.
         has_budget: the variant declares options that become exact where their budget grows, or that it is exact; else
