@@ -748,6 +748,7 @@ class Environment(Json):
         threads: torch's intra-op threads.
         gpu: name of the GPU, or None.
         gpu_memory_bytes: of the GPU.
+        gpu_power_limit_w: watts that the GPU is held to; None where NVML does not tell, and in older records.
         driver: of the GPU.
         versions: of Python and the packages that matter, by name; CUDA and cuDNN too.
         commit: git commit of this package's sources, or empty.
@@ -764,6 +765,7 @@ class Environment(Json):
     threads: int
     gpu: str | None = None
     gpu_memory_bytes: int | None = None
+    gpu_power_limit_w: float | None = None
     driver: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
@@ -786,7 +788,10 @@ class Environment(Json):
     @property
     def digest(self) -> str:
         """12 hexadecimal digits, equal for environments whose results may be compared."""
-        return hashlib.sha256(json.dumps(self.deciding(), sort_keys=True).encode()).hexdigest()[:12]
+        data = self.deciding()
+        if self.gpu_power_limit_w is None:  # newer than the first results, whose digests must stay what they are
+            del data["gpu_power_limit_w"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     def following(self, before: Environment) -> Environment:
         """Return this environment with the commits of `before`, of the same digest, so that none is forgotten."""

@@ -117,6 +117,14 @@ def _power_w(nvml: Any, handle: Any) -> float | None:
     return None if milliwatts is None else 1e-3 * milliwatts
 
 
+def power_limit_w(device: torch.device | str) -> float | None:
+    """Return the watts that `device` is held to, of a slice those of its card; None where NVML does not tell."""
+    if (gpu := _connect(device)) is None:
+        return None
+    milliwatts = _read(lambda: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card))
+    return None if milliwatts is None else milliwatts / 1e3
+
+
 def _throttle_bits(nvml: Any, handle: Any) -> int:
     for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
         query = getattr(nvml, name, None)  # renamed in NVML 12

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_zoo.measure.energy import clocks, driver_version, energy_of_call, num_other_processes, why_no_energy
+from attn_zoo.measure.energy import (
+    clocks,
+    driver_version,
+    energy_of_call,
+    num_other_processes,
+    power_limit_w,
+    why_no_energy,
+)
 
 UUID = "0000-1111"
 
@@ -62,6 +69,10 @@ class FakeNvml:
     def nvmlDeviceGetPowerUsage(self, handle: str) -> Any:
         assert handle == "card"
         return self._answer("power", 70_000)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> Any:
+        assert handle == "card"
+        return self._answer("limit", 700_000)
 
     def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> Any:
         assert handle == "card"
@@ -133,6 +144,15 @@ def test_the_card_of_a_slice_that_is_not_known_tells_its_clocks_only(nvml):
     assert num_other_processes("cuda") is None
     assert "a slice" in why_no_energy("cuda")
     assert energy(nvml) is None
+
+
+def test_the_power_that_a_card_is_held_to_is_that_of_its_slices_too(nvml):
+    assert power_limit_w("cuda") == 700.0
+    nvml.kind = "MIG"
+    assert power_limit_w("cuda") == 700.0
+    assert power_limit_w("cpu") is None
+    nvml.refused = {"limit"}
+    assert power_limit_w("cuda") is None
 
 
 def test_what_nvml_refuses_is_none_and_the_rest_stays(nvml):
