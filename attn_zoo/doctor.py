@@ -26,7 +26,7 @@ from attn_zoo.console import out, print_failures, print_json, print_table, tell
 from attn_zoo.errors import AttnZooError, counted
 from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.kernels.trace import recording
-from attn_zoo.measure.energy import can_count_energy, clocks
+from attn_zoo.measure.energy import clocks, why_no_energy
 from attn_zoo.measure.environment import capture_environment, cudnn_version
 from attn_zoo.registry import tasks, variants
 
@@ -141,12 +141,13 @@ def diagnose_device(device: str) -> list[tuple[str, str]]:
     if device != "cuda":
         return rows
     state = clocks(device)
+    no_energy = why_no_energy(device)
     power = "not readable" if state is None else f"{state.power_w} W, {state.sm_mhz} MHz, {state.temperature_c} C"
     return [
         *rows,
         ("cuDNN", cudnn_version() or "none"),
         ("power, clock, temperature now", power),
-        ("energy counter", "readable" if can_count_energy(device) else "not readable"),
+        ("energy counter", f"not readable: {no_energy}" if no_energy else "readable"),
         ("calls replayed without Python", _replays()),
     ]
 

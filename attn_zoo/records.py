@@ -230,8 +230,12 @@ class Timing(Json):
             about samples is then of the first process. Empty for one process.
         host_ms: on a GPU, until a call has launched its work and returned to the host: median. None in older records.
         graph_ms: on a GPU, of the same call replayed from a CUDA graph, cache warm: median over samples of many
-            replays. Older records have it only where a single call took less than 0.1 ms.
-        graph_reason: why there is no such time although there should be one.
+            replays; of several processes the geometric mean of their medians. Older records have it of the first
+            process only, and the oldest only where a single call took less than 0.1 ms.
+        graph_by_process_ms: these medians, where several processes took samples: of each that could replay the call,
+            in their order. Empty for one process, and in older records.
+        graph_reason: why there is no such time, of any process, although there should be one.
+        graph_flags: what makes it doubtful, as `flags` do the samples: it is taken after them. Empty in older records.
         num_discarded: samples that were taken again, because something else disturbed the machine meanwhile.
         flags: what makes the numbers doubtful, such as `"unstable"`.
     """
@@ -249,8 +253,10 @@ class Timing(Json):
     process_cpu_ms: float | None = None
     process_sizes: tuple[Size, ...] = ()
     host_ms: float | None = None
-    graph_ms: float | None = None
+    graph_ms: Positive | None = None
+    graph_by_process_ms: tuple[Positive, ...] = ()
     graph_reason: str = ""
+    graph_flags: tuple[str, ...] = ()
     num_discarded: int = 0
     flags: tuple[str, ...] = ()
 
@@ -300,8 +306,8 @@ class Approximation(Json):
     Args:
         error: norm of the difference over the norm of the exact output, over all rows that were compared. Zeros have 1.
         mean_error: likewise of the mean of the values that a row sees: what equal weights give.
-        rounding_error: likewise of exact attention computed in the dtype of the cell, softmax in float32 at least; 0 in
-            float64, which is what it is compared with.
+        rounding_error: likewise of exact attention computed in the dtype of the cell, scores and softmax in float32 at
+            least; 0 in float64, which is what it is compared with.
         num_effective_keys: over how many keys a row's exact weights spread, 1 / sum of their squares: median over rows.
         num_rows: that were compared.
         has_budget: the variant declares options that become exact where their budget grows, or that it is exact; else
@@ -742,6 +748,7 @@ class Environment(Json):
         threads: torch's intra-op threads.
         gpu: name of the GPU, or None.
         gpu_memory_bytes: of the GPU.
+        gpu_power_limit_w: watts that the GPU is held to; None where NVML does not tell, and in older records.
         driver: of the GPU.
         versions: of Python and the packages that matter, by name; CUDA and cuDNN too.
         commit: git commit of this package's sources, or empty.
@@ -758,6 +765,7 @@ class Environment(Json):
     threads: int
     gpu: str | None = None
     gpu_memory_bytes: int | None = None
+    gpu_power_limit_w: float | None = None
     driver: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
@@ -780,7 +788,10 @@ class Environment(Json):
     @property
     def digest(self) -> str:
         """12 hexadecimal digits, equal for environments whose results may be compared."""
-        return hashlib.sha256(json.dumps(self.deciding(), sort_keys=True).encode()).hexdigest()[:12]
+        data = self.deciding()
+        if self.gpu_power_limit_w is None:  # newer than the first results, whose digests must stay what they are
+            del data["gpu_power_limit_w"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     def following(self, before: Environment) -> Environment:
         """Return this environment with the commits of `before`, of the same digest, so that none is forgotten."""
@@ -822,6 +833,7 @@ class Record(Json):
         memory_exponent: likewise.
         counted_flops: forward FLOPs as counted while running, or None where the counter does not see the kernel.
         energy_joules: per call, where NVML is readable.
+        energy_reason: why there is none although the matrix asks for it; empty in older records.
         clocks_mhz: GPU clock before and after.
         num_params: of the module under test.
         packages: versions of what the variant's own files import, beyond what the environment records.
@@ -852,6 +864,7 @@ class Record(Json):
     memory_exponent: float | None = None
     counted_flops: Count | None = None
     energy_joules: float | None = None
+    energy_reason: str = ""
     clocks_mhz: tuple[float, ...] = ()
     num_params: Count | None = None
     packages: dict[str, str] = field(default_factory=dict)

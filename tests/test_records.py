@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from attn_zoo.errors import StoreError
+from attn_zoo.folder import differences
 from attn_zoo.records import STATUSES, Cell, Environment, Memory, Record, Score, Status, Timing
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(max_size=8)
@@ -248,6 +252,20 @@ def test_ids_are_readable():
     assert named.id == "mine/scaling/fwd/L512/fp32/mixer/causal/padded/dropout0.1/D32/seed0"
     accuracy = Cell(kind="accuracy", variant="full", task="listops", level="short", protocol="cpu-small", seed=2)
     assert accuracy.id == "full/accuracy/listops/short/cpu-small/seed2"
+
+
+@pytest.mark.parametrize("run", ["h100/scaling-gpu", "xeon-avx512-2cores/quick"])
+def test_environments_of_before_keep_their_digests_and_a_known_power_limit_counts(run):
+    stored = json.loads((RESULTS / run / "run.json").read_text())["environments"]
+    for digest, data in stored.items():
+        assert "gpu_power_limit_w" not in data
+        environment = Environment.from_dict(data)
+        assert environment.digest == digest
+        limited, other = (replace(environment, gpu_power_limit_w=watts) for watts in (500.0, 700.0))
+        assert len({digest, limited.digest, other.digest}) == 3
+        assert Environment.from_dict(limited.to_dict()) == limited
+        assert differences(limited, other) == ["gpu_power_limit_w: then 500.0, now 700.0"]
+        assert differences(environment, other) == ["gpu_power_limit_w: then None, now 700.0"]
 
 
 def test_an_environments_digest_is_of_what_decides_a_time():

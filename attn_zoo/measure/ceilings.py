@@ -55,9 +55,18 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
 )
 
 
+_SLICE = re.compile(r"\bMIG\b|-\d+(C|Q|A|B|CME)\b")
+"""In the names of parts of a card: "... MIG 1g.10gb", and profiles of virtual GPUs such as "H100-20C"."""
+
+
 def peak_of(device_name: str | None) -> Peak | None:
-    """Return the data-sheet peak of a GPU by the name its driver gives, or None for one we have no sheet of."""
+    """Return the data-sheet peak of a GPU by the name its driver gives, or None for one we have no sheet of.
+
+    A part of a card has none: the sheet is of the whole.
+    """
     given = device_name or ""
+    if _SLICE.search(given):
+        return None
     return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}\b", given)), None)
 
 

@@ -44,17 +44,23 @@ class Clocks:
     throttles: tuple[str, ...]
 
 
-def _nvml() -> ModuleType | None:
-    """Return NVML's module, initialised (which may be done again and again), or None."""
+def _package() -> ModuleType | None:
     try:
         import pynvml
     except ImportError:
         return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+def _nvml() -> ModuleType | None:
+    """Return NVML's module, initialised (which may be done again and again), or None."""
+    if (nvml := _package()) is None:
+        return None
     try:
-        pynvml.nvmlInit()
+        nvml.nvmlInit()
     except Exception:  # the module has one error class per version; none of them may stop a measurement
         return None
-    return pynvml  # type: ignore[no-any-return]
+    return nvml
 
 
 def _read(query: Callable[[], Any]) -> Any | None:
@@ -65,13 +71,38 @@ def _read(query: Callable[[], Any]) -> Any | None:
         return None
 
 
-def _connect(device: torch.device | str) -> tuple[Any, Any] | None:
-    """Return NVML and its handle for torch's device. By its UUID: the two number the devices differently."""
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """NVML and its handles for torch's device; a slice of a card (MIG) has the clocks of the card.
+
+    Args:
+        nvml: the module.
+        card: handle of the card.
+        own: of the device itself: the card, or a slice of it; None for a slice that is not known.
+    """
+
+    nvml: Any
+    card: Any
+    own: Any
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether others may compute on the same card, whose counter then counts their energy too."""
+        return self.own is not self.card
+
+
+def _connect(device: torch.device | str) -> _Gpu | None:
+    """Return NVML and its handles, or None. By UUID: NVML and torch number the devices differently."""
     nvml = _nvml()
     if nvml is None or torch.device(device).type != "cuda" or not torch.cuda.is_available():
         return None
-    handle = _read(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
-    return None if handle is None else (nvml, handle)
+    uuid = torch.cuda.get_device_properties(device).uuid
+    if (card := _read(lambda: nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))) is not None:
+        is_cut = _read(lambda: nvml.nvmlDeviceGetMigMode(card)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+        return _Gpu(nvml, card, None if is_cut else card)
+    if (own := _read(lambda: nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))) is None:
+        return None
+    return _Gpu(nvml, _read(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(own)), own)
 
 
 def driver_version() -> str | None:
@@ -86,6 +117,14 @@ def _power_w(nvml: Any, handle: Any) -> float | None:
     return None if milliwatts is None else 1e-3 * milliwatts
 
 
+def power_limit_w(device: torch.device | str) -> float | None:
+    """Return the watts that `device` is held to, of a slice those of its card; None where NVML does not tell."""
+    if (gpu := _connect(device)) is None:
+        return None
+    milliwatts = _read(lambda: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card))
+    return None if milliwatts is None else milliwatts / 1e3
+
+
 def _throttle_bits(nvml: Any, handle: Any) -> int:
     for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
         query = getattr(nvml, name, None)  # renamed in NVML 12
@@ -96,16 +135,19 @@ def _throttle_bits(nvml: Any, handle: Any) -> int:
 
 
 def clocks(device: torch.device | str) -> Clocks | None:
-    """Return clocks, temperature, power and throttling of `device` now, or None where NVML cannot be read."""
-    connection = _connect(device)
-    if connection is None:
+    """Return clocks, temperature, power and throttling of `device` now, or None where NVML cannot be read.
+
+    Of a slice of a card they are those of the card.
+    """
+    gpu = _connect(device)
+    if gpu is None:
         return None
-    nvml, handle = connection
-    bits = _throttle_bits(nvml, handle)
+    nvml, card = gpu.nvml, gpu.card
+    bits = _throttle_bits(nvml, card)
     return Clocks(
-        sm_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        temperature_c=_read(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
-        power_w=_power_w(nvml, handle),
+        sm_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))),
+        temperature_c=_read(lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU))),
+        power_w=_power_w(nvml, card),
         throttles=tuple(name for bit, name in _THROTTLES.items() if bits & bit),
     )
 
@@ -115,11 +157,10 @@ def num_other_processes(device: torch.device | str) -> int | None:
 
     In a container NVML may know processes by other numbers; then two of those listed are taken to be these.
     """
-    connection = _connect(device)
-    if connection is None:
+    gpu = _connect(device)
+    if gpu is None or gpu.own is None:
         return None
-    nvml, handle = connection
-    running = _read(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    running = _read(lambda: gpu.nvml.nvmlDeviceGetComputeRunningProcesses(gpu.own))
     if running is None:
         return None
     numbers = {process.pid for process in running}
@@ -129,14 +170,21 @@ def num_other_processes(device: torch.device | str) -> int | None:
     return max(0, len(numbers) - 1 - is_ours_hidden)
 
 
-def _counter_mj(nvml: Any, handle: Any) -> int | None:
-    return _read(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+def _counter_mj(gpu: _Gpu) -> int | None:
+    return None if gpu.is_slice else _read(lambda: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.card))
 
 
-def can_count_energy(device: torch.device | str) -> bool:
-    """Tell whether the energy counter of `device` can be read."""
-    connection = _connect(device)
-    return connection is not None and _counter_mj(*connection) is not None
+def why_no_energy(device: torch.device | str) -> str:
+    """Return why the energy of what runs on `device` cannot be counted; empty where it can."""
+    if torch.device(device).type != "cuda":
+        return "only that of GPUs is counted"
+    if _package() is None:
+        return "it is read by nvidia-ml-py: pip install 'attn-zoo[gpu]'"
+    if (gpu := _connect(device)) is None:
+        return "NVML cannot be read"
+    if gpu.is_slice:
+        return "the counter is of the whole card, and this is a slice of it"
+    return "" if _counter_mj(gpu) is not None else "the card has no counter that can be read"
 
 
 def energy_of_call(
@@ -148,13 +196,14 @@ def energy_of_call(
 ) -> float | None:
     """Return the joules of one call, idling included, from NVML's counter, or None where it cannot be read.
 
+    A slice of a card has none: the counter is of all of them.
+
     They are the median of `NUM_WINDOWS` windows of at least `window_s`, in which the call, which is warm, is repeated;
     the lengths of these differ by a third of the counter's slowest period, so that errors at the edges do not repeat.
     """
-    connection = _connect(device)
-    if connection is None:
+    gpu = _connect(device)
+    if gpu is None:
         return None
-    nvml, handle = connection
 
     def repeat(count: int) -> None:
         for _ in range(count):
@@ -166,11 +215,11 @@ def energy_of_call(
     per_batch = max(1, int(BATCH_S / max(clock() - started, 1e-6)))
     joules: list[float] = []
     for window in range(NUM_WINDOWS):
-        before, started, num_calls = _counter_mj(nvml, handle), clock(), 0
+        before, started, num_calls = _counter_mj(gpu), clock(), 0
         while num_calls == 0 or clock() - started < window_s + PHASE_S * window:
             repeat(per_batch)
             num_calls += per_batch
-        after = _counter_mj(nvml, handle)
+        after = _counter_mj(gpu)
         if before is None or after is None or after <= before:
             return None
         joules.append(1e-3 * (after - before) / num_calls)

@@ -144,6 +144,12 @@ def _driver() -> str | None:
     return driver_version()
 
 
+def _power_limit_w() -> float | None:
+    from attn_zoo.measure.energy import power_limit_w
+
+    return power_limit_w(torch.device("cuda", torch.cuda.current_device()))
+
+
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -221,6 +227,7 @@ def capture_environment() -> Environment:
         threads=_threads(),
         gpu=None if gpu is None else gpu.name,
         gpu_memory_bytes=None if gpu is None else gpu.total_memory,
+        gpu_power_limit_w=None if gpu is None else _power_limit_w(),
         driver=None if gpu is None else _driver(),
         versions=_versions(),
         commit=commit,

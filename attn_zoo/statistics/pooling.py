@@ -15,9 +15,9 @@ Part = TypeVar("Part", Record, Timing, Memory)
 def pool_records(records: Sequence[Record]) -> Record:
     """Return the first record with the samples of all, and an interval that covers what differs between processes.
 
-    Samples of two records are of two processes. Of counts and bytes the most is taken; durations and phases are sums;
-    flags, kernels and bundles are those of any, and `kernels_differ` is added where not all ran the same. All else is
-    of the first.
+    Samples of two records are of two processes, and so are times of the device alone. Of counts and bytes the most is
+    taken; durations and phases are sums; flags, kernels and bundles are those of any, and `kernels_differ` is added
+    where not all ran the same. All else is of the first.
 
     Args:
         records: of one machine, all ok, in the order of their processes; where one is untimed, the first comes back.
@@ -42,6 +42,7 @@ def pool_records(records: Sequence[Record]) -> Record:
         process_sizes=sizes,
         process_cpu_ms=quartiles(processor)[1] if processor else None,
         flags=tuple(flags),
+        **_of_device_alone(timings),
         **(time_summary(samples, sizes) if samples else {}),
     )
     bundles = [record.bundle for record in records]
@@ -56,6 +57,19 @@ def pool_records(records: Sequence[Record]) -> Record:
         duration_s=round(sum(record.duration_s for record in records), 4),
         phases={name: round(sum(record.phases.get(name, 0.0) for record in records), 4) for name in phases},
     )
+
+
+def _of_device_alone(timings: Sequence[Timing]) -> dict[str, Any]:
+    """Return the fields of a timing that are about replays: all processes that have such a time count alike."""
+    known = [timing.graph_by_process_ms or (timing.graph_ms,) for timing in timings]
+    medians = tuple(median for process in known for median in process if median is not None)
+    reasons = [timing.graph_reason for timing in timings if timing.graph_reason]
+    return {
+        "graph_ms": quartiles(medians, [1] * len(medians))[1] if medians else None,
+        "graph_by_process_ms": medians,
+        "graph_reason": "" if medians or not reasons else reasons[0],
+        "graph_flags": tuple(dict.fromkeys(flag for timing in timings for flag in timing.graph_flags)),
+    }
 
 
 def _with_most(parts: Sequence[Part]) -> Part:

@@ -44,6 +44,29 @@ def test_known_devices_have_a_peak_and_others_none():
     assert peak_of(None) is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA H200 MIG 1g.18gb+me",
+        "NVIDIA H100-20C",
+        "GRID A100-4-20C",
+        "NVIDIA A100-1-5CME",
+    ],
+)
+def test_a_part_of_a_card_has_not_its_sheet(name):
+    assert peak_of(name) is None
+    assert exceeds_physical(name, "bfloat16", 1e-3, flops=1100e9) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL"]
+)
+def test_a_dash_alone_makes_no_part(name):
+    assert peak_of(name) is not None
+
+
 def test_the_guard_accuses_only_the_impossible():
     name = "NVIDIA H200"
     assert exceeds_physical(name, "bfloat16", 1e-3, flops=900e9) is None

@@ -7,11 +7,12 @@ import itertools
 import platform
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attn_zoo.measure import environment
+from attn_zoo.measure import energy, environment
 from attn_zoo.measure.environment import capture_environment
 from attn_zoo.records import Environment
 
@@ -51,6 +52,17 @@ def test_a_cudnn_that_torch_refuses_is_told_and_ends_nothing(monkeypatch):
     assert environment._versions()["cudnn"] == "cuDNN version incompatibility: compiled against (9, 19, 0)"
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert environment._versions()["cudnn"] == "91900"
+
+
+def test_the_power_that_a_gpu_is_held_to_is_recorded(monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=2**36)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(energy, "power_limit_w", lambda device: 700.0 if str(device) == "cuda:0" else None)
+    assert capture_environment().gpu_power_limit_w == 700.0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert capture_environment().gpu_power_limit_w is None
 
 
 def test_variables_come_from_an_allow_list_without_paths():

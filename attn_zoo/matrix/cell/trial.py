@@ -28,12 +28,15 @@ from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.capture import num_failed
 from attn_zoo.measure.ceilings import exceeds_physical
-from attn_zoo.measure.energy import energy_of_call
+from attn_zoo.measure.energy import energy_of_call, why_no_energy
 from attn_zoo.measure.stopwatch import AbstractStopwatch, stopwatch_for, with_device_time, with_host_time
 from attn_zoo.measure.timing import Sampling, sample_in_turns
 from attn_zoo.metadata import LINEAR_BACKWARD_RATIO
 from attn_zoo.records import PASSES, Cell, Memory, Record, Timing
 from attn_zoo.registry import capabilities_of
+
+Energy = tuple[float | None, str]
+"""Joules of a call, or why there are none."""
 
 MakeWorkload = Callable[[Cell, Sequence[Tensor] | None], AbstractWorkload]
 """Builds what a cell times, from inputs to share or from new ones."""
@@ -93,7 +96,7 @@ class Trial:
     _timing: Timing | None = None
     _claims: Claims | None = None
     _memory: Memory | None = None
-    _joules: float | None = None
+    _energy: Energy = (None, "")
     _counted: int | None = None
     _checks: tuple[str, ...] = ()
     _kernels: tuple[str, ...] = ()
@@ -171,7 +174,7 @@ class Trial:
             work.release()
         if self.has_energy:  # before memory, for which a training step gives up the CUDA graphs that were timed
             with self.phase("energy"):
-                self._joules = _joules(work, cell.device)
+                self._energy = _energy_of(work, cell.device)
         with self.phase("memory"):
             self._memory = work.memory()
         if self.has_count and is_quick:
@@ -188,13 +191,10 @@ class Trial:
         assert work is not None
         assert timing is not None
         assert claims is not None
-        if not self.is_repeat:
-            why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
-            with self.phase("timing"):
-                timing = with_device_time(timing, work.make_call, cell.device, why_not)
-                work.release()
-            if timing.graph_ms is not None:
-                _refuse_impossible(cell, claims, timing.graph_ms)
+        if timing.timer == "cuda_event":
+            timing = self._replayed(work, timing)
+        if timing.graph_ms is not None:
+            _refuse_impossible(cell, claims, timing.graph_ms)
         return replace(
             self.record,
             kernels=self._kernels,
@@ -202,12 +202,22 @@ class Trial:
             gate=self._checks,
             timing=replace(timing, flags=(*timing.flags, *conditions.flags)),
             clocks_mhz=conditions.clocks_mhz,
-            energy_joules=self._joules,
+            energy_joules=self._energy[0],
+            energy_reason=self._energy[1],
             memory=self._memory,
             counted_flops=self._counted,
             num_params=work.num_params,
             **asdict(claims),
         )
+
+    def _replayed(self, work: AbstractWorkload, timing: Timing) -> Timing:
+        """Return the timing with the device's time, and with what disturbed that."""
+        device = self.record.cell.device
+        why_not = work.why_not_captured or ("a capture before failed in this process" if num_failed() else "")
+        with Conditions(device) as conditions, self.phase("timing"):
+            timing = with_device_time(timing, work.make_call, device, why_not)
+            work.release()
+        return timing if timing.graph_ms is None else replace(timing, graph_flags=conditions.flags)
 
     def drop(self) -> None:
         """Let go of everything."""
@@ -232,7 +242,16 @@ def _refuse_impossible(cell: Cell, claims: Claims, median_ms: float) -> None:
         raise AttnZooError(f"rejected: {problem}")
 
 
-def _joules(work: AbstractWorkload, device: str) -> float | None:
+def _energy_of(work: AbstractWorkload, device: str) -> Energy:
+    """Return the joules of one call.
+
+    Setup runs between the calls that are counted. What it does now and then is counted by itself, as often as it
+    comes: E(call) = E(setup and call) - E(begin again) / calls between.
+    """
+    if reason := why_no_energy(device):
+        return None, reason
+    again = work.begin_again()
+    begun = 0.0 if again is None else energy_of_call(again[0], device=device)  # before a call holds a state too
     call, setup = work.make_call()
 
     def whole() -> None:
@@ -241,9 +260,13 @@ def _joules(work: AbstractWorkload, device: str) -> float | None:
         call()
 
     try:
-        return energy_of_call(whole, device=device)
+        joules = energy_of_call(whole, device=device)
     finally:
         work.release()
+    if joules is None or begun is None:
+        return None, "the counter stood still"
+    joules -= 0.0 if again is None else begun / again[1]
+    return (joules, "") if joules > 0 else (None, "what comes between two calls took all that was counted")
 
 
 class _Ledger:

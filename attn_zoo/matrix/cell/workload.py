@@ -34,6 +34,10 @@ class AbstractWorkload(ABC):
     def make_call(self) -> tuple[Call, Call | None]:
         """Return what to time, and what to run before each call of it."""
 
+    def begin_again(self) -> tuple[Call, int] | None:
+        """Return what the setup does now and then that costs, and how many calls come between; None for nothing."""
+        return None
+
     @abstractmethod
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         """Check what the first call returned or did; return the names of the checks.

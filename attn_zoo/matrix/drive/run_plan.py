@@ -427,6 +427,9 @@ def run(
                     timed = {record.cell.key for record in session.new if record.timing is not None}
                     measured = [item for item in left if item.cell.key in timed]
                     note_ceilings(measured, store, digest, progress.say, session.is_over, is_done=True)
+                reasons = Counter(record.energy_reason for record in session.new if record.energy_reason)
+                for reason, count in reasons.items():
+                    progress.say(f"cells without energy: {count}; {reason}")
         finally:
             progress.end()
         if session.stopped:

@@ -4,7 +4,8 @@ The same random queries, keys and values go through the variant and, in float64,
     error = |out - exact| / |exact|,   Frobenius norms over `NUM_ROWS` rows of every head of every sequence
 The rows are drawn at random, so that the oracle costs O(NUM_ROWS S) and no length is too long for it. What an error
 means is said by two others of the same rows: that of the mean of the values, which needs no attention at all, and that
-of exact attention in the dtype of the cell. Weights are as they are drawn: a matrix that a model would learn is random.
+of exact attention in the dtype of the cell, scores and softmax in float32 at least as in any fused kernel. Weights are
+as they are drawn: a matrix that a model would learn is random.
 
 Which structure a mechanism relies on shows where the inputs have it, and where they have not. Scores are
 s_ij = q_i k_j / sqrt(D), values have unit variance:
@@ -206,6 +207,8 @@ def compare_rows(
     length, num_heads = key.shape[2], query.shape[1]
     key, value = (expand_kv_heads(x, num_heads) for x in (key, value))
     wide_key, wide_value = key.double(), value.double()
+    fused = torch.promote_types(key.dtype, torch.float32)  # of scores and softmax, which a fused kernel never rounds
+    fused_key = key.to(fused)
     means = wide_value.cumsum(2) / torch.arange(1, length + 1, device=rows.device)[:, None]  # of the first values
     sums = dict.fromkeys(("exact", "error", "mean_error", "rounding_error"), 0.0)
     spread: list[Tensor] = []
@@ -217,7 +220,7 @@ def compare_rows(
         exact = weights @ wide_value
         spread.append(1 / weights.square().sum(-1).flatten())
         last = own if is_causal else own.new_full((1,), length - 1)
-        plain = _weights(part, key, hidden).to(value.dtype) @ value
+        plain = _weights(part.to(fused), fused_key, hidden).to(value.dtype) @ value
         for name, other in (
             ("exact", torch.zeros_like(exact)),
             ("error", output[:, :, own].double()),
@@ -236,8 +239,8 @@ def compare_rows(
 
 
 def _weights(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
-    """Return softmax weights in float32 at least, of products in the dtype of `query`."""
-    scores = (query @ key.mT * query.shape[-1] ** -0.5).to(torch.promote_types(query.dtype, torch.float32))
+    """Return softmax weights, all in the dtype of `query` and `key`."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5
     return torch.softmax(scores if hidden is None else scores.masked_fill(hidden, -math.inf), dim=-1)
 
 

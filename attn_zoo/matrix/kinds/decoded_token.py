@@ -330,6 +330,9 @@ class DecodeWorkload(AbstractReadWorkload):
         steps = self._steps()
         return steps, steps.settle
 
+    def begin_again(self) -> tuple[Call, int]:
+        return self._begin, most_steps(self._seq_len)
+
     @torch.no_grad()
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         """Compare with the row of the causal forward over all tokens: that is what a step has to give."""

@@ -141,7 +141,7 @@ class Replace(Accuracy):
             batch = trainer.batcher.batch(before.test, places[:NUM_EXAMPLES])
             found = Replacement(
                 trained_value=before.value,
-                layers=compare_layers(before.model, trainer.model, trainer.objective, batch),
+                layers=compare_layers(before.model, trainer.model, trainer.objective, batch, cell.dtype),
                 num_new_params=num_new_params,
             )
         record = replace(record, gate=held, replacement=found)
@@ -395,9 +395,12 @@ def _adapted(record: Record, before: _Before, order: WorkOrder) -> Record:
 
 @torch.no_grad()
 def compare_layers(
-    trained: nn.Module, model: nn.Module, objective: AbstractObjective, batch: Batch
+    trained: nn.Module, model: nn.Module, objective: AbstractObjective, batch: Batch, dtype: str
 ) -> tuple[Approximation, ...]:
-    """Return how far the heads of each mixer are from those of a trained model, for what that one makes of a batch."""
+    """Return how far the heads of each mixer are from those of a trained model, for what that one makes of a batch.
+
+    Queries, keys and values are made in the dtype of the weights and rounded to `dtype`, in which both attend.
+    """
     own, other = _mixers(trained.eval()), _mixers(model.eval())
     noted: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}
 
@@ -411,22 +414,25 @@ def compare_layers(
         for handle in handles:
             handle.remove()
     return tuple(
-        _compare([attention_call(own[path], hidden, **given) for hidden, given in called], other[path].attention)
+        _compare([attention_call(own[path], hidden, **given) for hidden, given in called], other[path].attention, dtype)
         for path, called in noted.items()
     )
 
 
-def _compare(calls: Sequence[AttentionCall], attention: AbstractAttention) -> Approximation:
+def _compare(calls: Sequence[AttentionCall], attention: AbstractAttention, dtype: str) -> Approximation:
     """Compare what an attention gives with what the one gives that was called; a layer reads both inputs of a pair."""
+    from attn_zoo.training.evaluation import precision
+
     variant = attention.variant
     assert variant is not None
     sums = dict.fromkeys(("own", "error", "mean_error", "rounding_error"), 0.0)
     spread: list[Tensor] = []
     num_rows = 0
-    for call in calls:
+    for call in (_rounded(call, getattr(torch, dtype)) for call in calls):
         exact = copy.deepcopy(call.attention).double()
         equal = EqualWeights(exact.config, exact.build)
-        found, rounded = replace(call, attention=attention)(call.value), call(call.value)
+        with precision(dtype, call.query.device):
+            found, rounded = replace(call, attention=attention)(call.value), call(call.value)
         for index in range(len(call.query)):
             one = _example(call, exact, index)
             own = one(one.value)
@@ -449,6 +455,11 @@ def _compare(calls: Sequence[AttentionCall], attention: AbstractAttention) -> Ap
         num_rows=num_rows,
         has_budget=variant.has_budget(attention.config, attention.build.max_seq_len),
     )
+
+
+def _rounded(call: AttentionCall, dtype: torch.dtype) -> AttentionCall:
+    query, key, value = (tensor.to(dtype) for tensor in (call.query, call.key, call.value))
+    return replace(call, query=query, key=key, value=value)
 
 
 def _rows(tensor: Tensor, is_row: Tensor | None) -> Tensor:

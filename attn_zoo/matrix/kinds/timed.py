@@ -39,7 +39,8 @@ class TimedGroup(LengthGroup):
             far apart in time: the run goes over all cells once, then again. Two say little (Student's t has one degree
             of freedom then): take three or more.
         budget_s: seconds of sampling per cell, shared by its repeats; fewer samples, wider intervals.
-        has_energy: also measure the energy of a call: some seven seconds more per cell, on a GPU that tells.
+        has_energy: also measure the energy of a call: some seven seconds more per cell, twice that for a decoded token,
+            on a GPU that tells. A cell without says why.
     """
 
     isolation: Literal["cell", "lane", "interleaved"] = "cell"

@@ -23,7 +23,8 @@ from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure import capture
 from attn_zoo.measure.energy import Clocks
-from attn_zoo.records import Cell
+from attn_zoo.measure.stopwatch import HostStopwatch
+from attn_zoo.records import Cell, Record
 from attn_zoo.registry import variants
 from attn_zoo.training import TrainingResult
 from tests.conformance.broken import Broken, Softmax, registered
@@ -343,7 +344,18 @@ def test_a_time_that_the_hardware_cannot_reach_is_rejected(monkeypatch):
             _refuse_impossible(one, moving, too_fast_ms)
 
 
-def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_only(monkeypatch):
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Times of the CPU pass for those of a GPU, whose host's time and time of replays come besides."""
+
+    class Stopwatch(HostStopwatch):
+        name = "cuda_event"
+
+    monkeypatch.setattr(trial, "stopwatch_for", lambda _: Stopwatch())
+    monkeypatch.setattr(trial, "with_host_time", lambda timing, *_: timing)
+
+
+def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_every_process(monkeypatch, as_on_gpu):
     calls = []
 
     def with_graph(timing, make, device, why_not):
@@ -352,17 +364,45 @@ def test_the_time_from_a_graph_is_taken_after_the_samples_and_in_one_process_onl
         calls.append((device, setup is not None, call().shape[-2]))
         return replace(timing, graph_ms=0.25)
 
-    monkeypatch.setattr("attn_zoo.matrix.cell.trial.with_device_time", with_graph)
+    monkeypatch.setattr(trial, "with_device_time", with_graph)
     record = run_cell(cell(pass_="fwd_bwd"), budget_s=0.01)
     assert record.timing is not None, record.reason + record.trace
     assert record.timing.graph_ms == 0.25
     assert calls == [("cpu", True, 16)]
     (repeat,) = run_cells_in_turns([cell(pass_="fwd_bwd")], budget_s=0.01, is_repeat=True)
-    assert repeat.timing is not None
-    assert repeat.timing.graph_ms is None
+    assert repeat.timing is not None, repeat.reason + repeat.trace
+    assert repeat.timing.graph_ms == 0.25
+    assert calls == [("cpu", True, 16)] * 2
 
 
-def test_the_host_is_timed_before_memory_and_the_device_last(monkeypatch):
+@pytest.mark.parametrize(("graph_ms", "flags"), [(0.25, ("throttled",)), (None, ())])
+def test_what_disturbs_replays_is_a_flag_on_their_time_alone(monkeypatch, as_on_gpu, graph_ms, flags):
+    met = [("loaded_host",), ("throttled",)]  # by the samples, and then by the replays
+
+    class Planted(Conditions):
+        def __exit__(self, *exc: object) -> None:
+            self.flags = met.pop(0)
+
+    monkeypatch.setattr(trial, "Conditions", Planted)
+    monkeypatch.setattr(trial, "RETAKEN_S", (0.0, 0.0))
+    monkeypatch.setattr(trial, "with_device_time", lambda timing, *_: replace(timing, graph_ms=graph_ms))
+    record = run_cell(cell(), budget_s=0.01)
+    assert record.timing is not None, record.reason + record.trace
+    assert met == []
+    assert record.timing.graph_flags == flags
+    assert ("loaded_host" in record.timing.flags, "throttled" in record.timing.flags) == (True, False)
+
+
+def test_a_cell_says_why_it_has_no_energy_where_it_was_asked_for():
+    asked, other = run_cell(cell(), has_energy=True), run_cell(cell())
+    assert (asked.status, asked.energy_joules, asked.energy_reason) == ("ok", None, "only that of GPUs is counted")
+    assert other.energy_reason == ""
+    data = other.to_dict()
+    del data["energy_reason"]
+    assert Record.from_dict(data) == other
+
+
+def test_the_host_is_timed_before_memory_and_the_device_last(monkeypatch, as_on_gpu):
     """Measuring the memory of a training step ends its CUDA graph, and a capture that fails may spoil memory."""
     done: list[str] = []
 

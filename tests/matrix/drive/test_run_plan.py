@@ -143,6 +143,22 @@ def test_more_repeats_measure_nothing_anew_which_is_said(tmp_path):
     assert stream.getvalue().count(text) == 1
 
 
+def test_cells_without_energy_are_counted_once_for_each_reason(tmp_path):
+    class Reading(FakeEngine):
+        def run(self, lanes, settings, control):
+            for items, _ in lanes:
+                for item, reason in zip(items, ("a reason", "a reason", "another", ""), strict=True):
+                    control.finished(Record(cell=item.cell, status="ok", timing=timing(1.0), energy_reason=reason))
+
+    stream = io.StringIO()
+    plan = tiny_plan(["fake_ok"], seq_len=[16, 32, 64, 128])
+    run(plan, Store(tmp_path / "run"), engine=Reading(), progress=PlainProgress(stream))
+    assert stream.getvalue().splitlines()[-2:] == [
+        "cells without energy: 2; a reason",
+        "cells without energy: 1; another",
+    ]
+
+
 def test_retry_runs_only_the_named_statuses_again(tmp_path):
     plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
     summary = run(plan, store, engine=FakeEngine(statuses={32: "timeout", 64: "crashed"}))

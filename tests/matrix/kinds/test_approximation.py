@@ -138,6 +138,20 @@ def test_rows_are_compared_with_the_oracle(is_causal, num_scores, monkeypatch):
     assert compare_rows(exact, query, key, value, rows, is_causal=is_causal).error < 1e-15
 
 
+@pytest.mark.parametrize(
+    ("dtype", "fused"),
+    [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32"), ("float16", "float32")],
+)
+def test_rounding_is_that_of_a_fused_kernel(dtype, fused):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 64, 16, generator=generator).to(getattr(torch, dtype)) for _ in range(3))
+    query *= 4  # whose weights make much of the rounding of a score
+    wide_query, wide_key = (x.to(getattr(torch, fused)) for x in (query, key))
+    output = torch.softmax(wide_query @ wide_key.mT * 16**-0.5, dim=-1).to(value.dtype) @ value
+    found = compare_rows(output, query, key, value, torch.arange(64))
+    assert found.rounding_error == found.error
+
+
 @pytest.mark.parametrize("kind", ["diffuse", "peaked", "local", "topics"])
 def test_inputs_are_what_their_kind_says(kind):
     (cell,) = cells(["full"], inputs=kind, seq_len=2048, head_dim=64)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from attn_zoo import VariantConfig, build_attention, build_mixer, register_attention
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.matrix.cell import trial
 from attn_zoo.matrix.claimed_costs import build_context, claims, form_of
 from attn_zoo.matrix.kinds import decoded_token
 from attn_zoo.matrix.kinds.all_kinds import kind_of
@@ -453,6 +454,52 @@ def test_a_state_that_can_be_used_once_is_refused(broken):
     record = run_cell(*cells([broken(Once)]))
     assert record.status == "unsupported"
     assert "can be continued once" in record.reason
+
+
+def test_the_energy_of_a_token_is_without_that_of_beginning_again(monkeypatch):
+    spent = {"joules": 0.0}
+
+    def costing(joules: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(self: Any) -> Any:
+            spent["joules"] += joules
+            return call(self)
+
+        return counted
+
+    def energy(call: Callable[[], object], *, device: str) -> float:
+        assert device == "cpu"
+        before, num_calls = spent["joules"], 12
+        for _ in range(num_calls):
+            call()
+        return (spent["joules"] - before) / num_calls
+
+    monkeypatch.setattr(_Steps, "__call__", costing(1.0, _Steps.__call__))
+    monkeypatch.setattr(DecodeWorkload, "_begin", costing(10.0, DecodeWorkload._begin))
+    monkeypatch.setattr(trial, "why_no_energy", lambda _: "")
+    monkeypatch.setattr(trial, "energy_of_call", energy)
+    [cell] = cells(["full"], seq_len=[256])  # four steps from each beginning
+    record = run_cell(cell, has_energy=True)
+    assert record.status == "ok", record.reason + record.trace
+    assert record.energy_joules == pytest.approx(1.0)
+    assert record.energy_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("begin", "whole", "joules", "reason"),
+    [
+        (8.0, 5.0, 3.0, ""),
+        (None, 5.0, None, "the counter stood still"),
+        (8.0, None, None, "the counter stood still"),
+        (20.0, 5.0, None, "what comes between two calls took all that was counted"),
+    ],
+)
+def test_a_token_without_energy_says_why(monkeypatch, begin, whole, joules, reason):
+    answers = [begin, whole]
+    monkeypatch.setattr(trial, "why_no_energy", lambda _: "")
+    monkeypatch.setattr(trial, "energy_of_call", lambda call, device: answers.pop(0))
+    [cell] = cells(["full"], seq_len=[256])
+    record = run_cell(cell, has_energy=True)
+    assert (record.energy_joules, record.energy_reason) == (joules, reason)
 
 
 @pytest.mark.gpu

@@ -381,6 +381,20 @@ def test_bfloat16_scores_under_autocast(weights):
     assert record.cell.id.endswith("/bf16/for-full/seed0")
 
 
+@pytest.mark.parametrize(
+    ("of", "dtype", "least", "most"),
+    [
+        ("full", "float32", 1e-9, 1e-6),
+        ("full", "bfloat16", 1e-4, 2e-2),
+        ("linformer", "bfloat16", 1e-4, 2e-2),  # whose mixer compresses before it projects
+    ],
+)
+def test_rounding_is_that_of_the_dtype_of_the_cell(weights, of, dtype, least, most):
+    (layer,) = exchanged(weights, of, of=of, dtypes=dtype).replacement.layers
+    assert least < layer.rounding_error < most
+    assert layer.error == layer.rounding_error
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapt_steps", [0, 4])
 def test_models_on_a_gpu(weights, adapt_steps):

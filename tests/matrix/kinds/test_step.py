@@ -226,6 +226,7 @@ def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
 def test_energy_is_of_the_steps_that_were_timed(monkeypatch):
     """To weigh a step, its CUDA graphs are given up for good: what runs afterwards is another step."""
     done = []
+    monkeypatch.setattr(trial, "why_no_energy", lambda _: "")
     monkeypatch.setattr(trial, "energy_of_call", lambda call, device: done.append("energy"))
     monkeypatch.setattr(updates.Updater, "launch_singly", lambda self: done.append("singly"))
     [cell] = cells(["full"])
