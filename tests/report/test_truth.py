@@ -229,7 +229,30 @@ def test_single_medians_of_the_gpu_settle_no_narrow_lead(tmp_path, factor, text)
     row = next(row for row in crossover_table(analysis).rows if row["quantity"] == "time of the GPU")
     assert row["is_settled"] is (factor < 0.95)
     assert (row["words"], row["marks"]) == (text, "")
-    assert "one median a length; what 8 % of it would change" in crossover_table(analysis).note
+    assert "of one median a length the interval is what 8 %" in crossover_table(analysis).note
+
+
+def test_the_gpu_alone_in_several_processes_has_intervals_of_its_own(tmp_path):
+    def times(record, *factors):
+        assert record.timing is not None
+        by_process = tuple(factor * record.timing.graph_ms for factor in factors)
+        flags = ("throttled",) if record.cell.seq_len == 1024 else ()
+        return replace(record, timing=replace(record.timing, graph_by_process_ms=by_process, graph_flags=flags))
+
+    factors = {"steady": (1.0, 1.001, 0.999), "drifting": (1.0, 2.0, 0.5)}
+    for name, own in factors.items():
+        records = [times(on_gpu("full", n, 1e-6 * n**2, graph=True), *own) for n in LENGTHS[:4]]
+        records += [times(on_gpu("linformer", n, 1e-3 * n, graph=True), *own[::-1]) for n in LENGTHS[:4]]
+        analysis = analyse([write_run(tmp_path / name, records)])
+        (growth,) = [
+            row for row in exponent_table(analysis).rows if row["variant"] == "full" and "GPU" in row["quantity"]
+        ]
+        assert (growth["reading"] == "quadratic") is (name == "steady")
+        assert growth["exponent_low"] < 2 < growth["exponent_high"]
+        assert "†" in growth["exponent_marks"]
+        row = next(row for row in crossover_table(analysis).rows if row["quantity"] == "time of the GPU")
+        assert row["is_settled"] is (name == "steady")
+        assert "†" in row["marks"]
 
 
 def test_the_last_slope_of_the_gpu_is_not_that_of_calls(tmp_path):

@@ -148,8 +148,7 @@ def _times_as_fast(beside: SpeedUp) -> float:
 
 def _doubts(*points: Point) -> tuple[str, ...]:
     """Return what makes times doubtful; where all are those of the GPU alone, they wait for no host."""
-    is_device = all(point.device_ms for point in points)
-    return tuple(doubt for doubt in joint_doubts(points) if doubt != "host" or not is_device)
+    return joint_doubts(points, of_device=all(point.device_ms for point in points))
 
 
 def _doubt(roof_frac: float, ceilings: Ceilings) -> str:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Literal
 
 from attn_zoo.errors import counted
-from attn_zoo.report.analysis.series import CALL_DOUBTS, Point, Series, joint_doubts
+from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import human_length, human_slope
 from attn_zoo.statistics.growth import (
@@ -59,6 +59,7 @@ class Growth:
         verdict: `"linear"`, `"quadratic"`, `"constant"`, `"not settled"`, `"simulated"` or `"too few lengths"`.
         why: it is none of the first three; empty where it is.
         is_device: of the time of the GPU alone at all these lengths.
+        varies: whether its samples do, so that slopes have intervals: bytes and single medians do not.
         formula: exponent of the variant's FLOPs formula over the same lengths; None without one, and for memory.
         doubts: what makes a time doubtful that `exponent` was fitted to.
         last_doubts: likewise of the last of `slopes`.
@@ -73,6 +74,7 @@ class Growth:
     verdict: str
     why: str
     is_device: bool = False
+    varies: bool = True
     formula: float | None = None
     doubts: tuple[str, ...] = ()
     last_doubts: tuple[str, ...] = ()
@@ -157,13 +159,14 @@ _Samples = tuple[_ByLength, dict[int, tuple[int, ...]]]
 
 
 def samples_by_length(points: Sequence[Point], quantity: Quantity) -> _Samples:
-    """Return positive samples by length, and of time, which alone varies, how many each process took."""
+    """Return positive samples by length, and of times, which alone vary, how many each process took."""
     sizes = {}
     if quantity == "time":
         samples = {point.seq_len: list(point.timing.samples_ms or (point.median_ms,)) for point in points}
         sizes = {point.seq_len: point.timing.process_sizes for point in points}
     elif quantity == "device":
-        samples = {point.seq_len: [point.device_ms or 0.0] for point in points}
+        samples = {point.seq_len: list(point.device_samples_ms or (0.0,)) for point in points}
+        sizes = {length: (1,) * len(values) for length, values in samples.items() if len(values) > 1}
     else:
         samples = {point.seq_len: [float(getattr(point.memory, quantity) or 0)] for point in points}
     return {length: values for length, values in samples.items() if min(values) > 0}, sizes
@@ -175,14 +178,14 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     Of time on a GPU, what the GPU alone took, where that was measured; lengths that wait for the host are left out.
     """
     every, sizes = samples_by_length(series.points, quantity)
-    samples, device, last_waiting = dict(every), _ByLength(), 0
+    samples, device, own_sizes, last_waiting = dict(every), _ByLength(), dict(sizes), 0
     if quantity == "time":
-        device, _ = samples_by_length(series.points, "device")
+        device, device_sizes = samples_by_length(series.points, "device")
+        own_sizes = {length: own for length, own in sizes.items() if length not in device} | device_sizes
         waiting = {length for length in series.waiting if length not in device}
         last_waiting = max(waiting, default=0)
         samples = {length: values for length, values in every.items() if length not in waiting} | device
     used = [length for length in samples if 10 * length > max(samples)]
-    own_sizes = {length: own for length, own in sizes.items() if length not in device}
     exponent = fit_exponent(samples, sizes=own_sizes) if len(used) >= LEAST_LENGTHS else None
     medians = [math.exp(log) for log in log_medians(samples, 0, own_sizes).values]
     fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
@@ -197,7 +200,7 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     fitted = [point for point in timed if exponent and point.seq_len in exponent.lengths]
     verdict, why = _verdict(exponent, fit, len(used), last_waiting, is_simulated=series.is_simulated)
     is_device = bool(used) and all(length in device for length in used)
-    slopes = local_slopes(device) if is_device else local_slopes(every, sizes=sizes)
+    slopes = local_slopes(device, sizes=own_sizes) if is_device else local_slopes(every, sizes=sizes)
     return Growth(
         label=series.label,
         quantity=quantity,
@@ -208,10 +211,11 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         verdict=verdict,
         why=why,
         is_device=is_device,
+        varies=quantity == "time" and (not is_device or any(len(device[length]) > 1 for length in used)),
         formula=_formula_exponent(series.points, exponent) if quantity == "time" else None,
         # Of a length that waits, the time of the GPU alone was fitted.
-        doubts=joint_doubts(fitted, without=CALL_DOUBTS if is_device else {"host"}),
-        last_doubts=joint_doubts(timed[-2:], without=CALL_DOUBTS if is_device else ()),
+        doubts=joint_doubts(fitted, without="host", of_device=is_device),
+        last_doubts=joint_doubts(timed[-2:], of_device=is_device),
     )
 
 
@@ -300,15 +304,18 @@ def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_ma
         return Crossing(label=label, against=against, quantity=quantity, is_main=is_main, result=None)
     paired = {length for length in common if quantity == "time" and pairs[length].is_in_turns}
     result = crossover(own, other, sizes_x=own_sizes, sizes_baseline=other_sizes, paired=paired)
-    if quantity == "device":
-        result = _of_replays(result, own, other)
+    if quantity == "device" and any(len(each[length]) < 2 for each in (own, other) for length in common):
+        result = _of_single_medians(result, own, other)
     waiting: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     if quantity in {"time", "device"}:
         used = [pairs[length] for length in _deciding(result)]
         waiting = _waiting(label, result, pairs) if quantity == "time" else ()
-        told = CALL_DOUBTS if quantity == "device" else {"host"} if waiting else ()
-        doubts = joint_doubts((point for pair in used for point in (pair.exact, pair.point)), without=told)
+        doubts = joint_doubts(
+            (point for pair in used for point in (pair.exact, pair.point)),
+            without="host" if waiting else "",
+            of_device=quantity == "device",
+        )
     return Crossing(
         label=label,
         against=against,
@@ -321,10 +328,11 @@ def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_ma
     )
 
 
-def _of_replays(result: Crossover, own: _ByLength, other: _ByLength) -> Crossover:
-    """Return a crossing of replays' medians with the interval that `DEVICE_SPREAD` of their ratio leaves."""
+def _of_single_medians(result: Crossover, own: _ByLength, other: _ByLength) -> Crossover:
+    """Return a crossing of times of the GPU with the interval that `DEVICE_SPREAD` of their ratio leaves."""
+    baseline = {length: values[:1] for length, values in other.items()}
     early, late = (
-        crossover({length: [factor * value for value in values] for length, values in own.items()}, other)
+        crossover({length: [factor * values[0]] for length, values in own.items()}, baseline)
         for factor in (1 / DEVICE_SPREAD, DEVICE_SPREAD)
     )
     support = fmean(one.kind == result.kind for one in (early, result, late))

@@ -33,6 +33,10 @@ UNEVEN = 1.15
 """A mean of this times the median: noise alone gave 1.07 in the calmest of five processes."""
 
 
+_OF_CALLS = frozenset({"host", "short", "few"})
+"""Doubts of the samples of calls, which replays have no part in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Point:
     """One measured length of one series.
@@ -123,6 +127,17 @@ class Point:
         )
 
     @property
+    def device_samples_ms(self) -> tuple[float, ...]:
+        """The time of the GPU alone in each process that has one."""
+        return self.timing.graph_by_process_ms or (() if self.device_ms is None else (self.device_ms,))
+
+    @property
+    def device_doubts(self) -> tuple[str, ...]:
+        """What a reader must know of the time of the GPU alone; older records know of their calls only."""
+        found = {FLAG_MARKS[flag] for flag in self.timing.graph_flags if flag in FLAG_MARKS}
+        return tuple(mark for mark in MARKS if mark in found | {*self.doubts} - _OF_CALLS)
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """What a reader must know of the time where it stands: names of `attn_zoo.report.wording.MARKS`."""
         found = {FLAG_MARKS[flag] for flag in self.timing.flags if flag in FLAG_MARKS}
@@ -134,21 +149,20 @@ class Point:
         return tuple(mark for mark in MARKS if mark in found)
 
 
-CALL_DOUBTS = frozenset({"host", "short", "few"})
-"""Doubts of the samples of calls, which replays have no part in."""
+def joint_doubts(points: Iterable[Point], *, without: str = "", of_device: bool = False) -> tuple[str, ...]:
+    """Return what makes a number doubtful that several times went into: what makes any of them so, less `without`.
 
-
-def joint_doubts(points: Iterable[Point], without: Container[str] = ()) -> tuple[str, ...]:
-    """Return what makes a number doubtful that several times went into: what makes any of them so, less `without`."""
-    found = {doubt for point in points for doubt in point.doubts}
-    return tuple(mark for mark in MARKS if mark in found and mark not in without)
+    The times are those of the GPU alone with `of_device`.
+    """
+    found = {doubt for point in points for doubt in (point.device_doubts if of_device else point.doubts)}
+    return tuple(mark for mark in MARKS if mark in found and mark != without)
 
 
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
     """Return the doubts that get a mark beside their number: what is true of all of them is said once instead."""
-    every = [frozenset(point.doubts) for point in points]
-    found = frozenset[str]().union(*every)
-    return found - {"alone"} if all("alone" in doubts for doubts in every) else found
+    every = list(points)
+    found = frozenset(doubt for point in every for doubt in (*point.doubts, *point.device_doubts))
+    return found - {"alone"} if all("alone" in point.doubts for point in every) else found
 
 
 def doubt_counts(points: Sequence[Point], shown: Container[str], without: str = "") -> str:

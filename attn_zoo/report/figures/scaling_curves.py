@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.fits import NOT_SETTLED, Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import CALL_DOUBTS, Point, Series, doubt_counts
+from attn_zoo.report.analysis.series import Point, Series, doubt_counts, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.figures.axes import annotate, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
@@ -196,8 +196,9 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
 
     def marks(curve: Curve) -> str:
         found = every[curve.label, curve.best[-1][0]]
-        told = CALL_DOUBTS if found.device_factor is not None else {"host"}  # hollow marks say that
-        return marks_of(found.doubts, panel.shown_doubts - told)
+        is_alone = found.device_factor is not None
+        doubts = joint_doubts((found.exact, found.point), without="host", of_device=is_alone)  # hollow marks say that
+        return marks_of(doubts, panel.shown_doubts)
 
     def alone(curve: Curve) -> str:
         return " (GPU)" if every[curve.label, curve.best[-1][0]].device_factor is not None else ""

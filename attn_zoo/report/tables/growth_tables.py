@@ -97,21 +97,20 @@ def _claimed(row: Row) -> str:
 def _growth_row(growth: Growth, shown: frozenset[str]) -> dict[str, Any]:
     exponent, fit = growth.exponent, growth.fit
     last = growth.slopes[-1]
-    has_spread = growth.quantity == "time" and not growth.is_device  # nothing else varies between repetitions
     used = exponent.lengths if exponent else ()
     return {
         "variant": growth.label,
         "quantity": _QUANTITIES["device" if growth.is_device else growth.quantity],
         "exponent": exponent.value if exponent else None,
-        "exponent_low": exponent.low if exponent and has_spread else None,
-        "exponent_high": exponent.high if exponent and has_spread else None,
+        "exponent_low": exponent.low if exponent and growth.varies else None,
+        "exponent_high": exponent.high if exponent and growth.varies else None,
         "exponent_marks": marks_of(growth.doubts, shown) if exponent else "",
         "claimed_exponent": growth.claimed,
         "is_contradicted": growth.is_contradicted,
         "formula_exponent": growth.formula,
         "last_slope": last.slope,
-        "last_slope_low": last.ci_low if has_spread else None,
-        "last_slope_high": last.ci_high if has_spread else None,
+        "last_slope_low": last.ci_low if growth.varies else None,
+        "last_slope_high": last.ci_high if growth.varies else None,
         "last_slope_marks": marks_of(growth.last_doubts, shown),
         "reading": growth.verdict,
         "why": growth.why,
@@ -166,7 +165,7 @@ _CHEAPER: Note = (
     Remark("None up to N is a result.", sign="none up to"),
     Remark("In turns: from the ratios of calls of one round.", sign="in turns"),
     Remark(
-        f"Time of the GPU: one median a length; what {percent(DEVICE_SPREAD - 1)} of it would change is not settled.",
+        f"Time of the GPU: of one median a length the interval is what {percent(DEVICE_SPREAD - 1)} would change.",
         sign="time of the GPU",
     ),
     Remark("Where calls wait for the host, their costs of launching cross, not the mechanisms.", sign="host)"),
@@ -186,7 +185,7 @@ def crossover_table(analysis: Analysis) -> Table:
             result = crossing.result
             if result is not None and len(result.lengths) == 1 and panel.turns:
                 continue  # nothing can cross, and the table of turns says how much cheaper
-            is_sampled = crossing.quantity == "time"  # nothing else varies between repetitions
+            is_sampled = crossing.quantity in {"time", "device"}  # nothing else varies between repetitions
             names = ("length", "low", "high") if is_sampled else ("length", "", "")
             rows.append(
                 {
@@ -262,7 +261,7 @@ def _crossings_of(panel: Panel) -> Iterator[list[Crossing]]:
 
 
 def _crossing_interval(row: Row) -> str:
-    if row["crossing"] is None or row["quantity"] != _QUANTITIES["time"]:
+    if row["crossing"] is None or row["quantity"] not in {_QUANTITIES["time"], _QUANTITIES["device"]}:
         return ""
     low, high = row["crossing_low"], row["crossing_high"]
     return f"{round_length(low) if low else 'below'} to {round_length(high) if high else 'beyond'}"
