@@ -361,7 +361,6 @@ def _shard(text: str | None) -> tuple[int, int] | None:
 
 
 _NO_CUDA = "there is no CUDA device here; attn-zoo doctor says what is"
-_MEANT = {"gpu": "cuda", "nvidia": "cuda"}
 
 
 def _device(name: str, is_remote: bool = False) -> str:
@@ -373,9 +372,7 @@ def _device(name: str, is_remote: bool = False) -> str:
     """
     name = str(name)  # of a torch.device too
     if name not in DEVICES:
-        meant = _MEANT.get(name.casefold())
-        hint = f"; did you mean {meant!r}?" if meant else suggestion(name, DEVICES)
-        raise ConfigError("device", [("", f"expected {' or '.join(DEVICES)}; got {name!r}{hint}")])
+        raise ConfigError("device", [("", f"expected {' or '.join(DEVICES)}; got {name!r}{suggestion(name, DEVICES)}")])
     if name == "cuda" and not is_remote:
         import torch
 
@@ -386,7 +383,9 @@ def _device(name: str, is_remote: bool = False) -> str:
 
 def _path(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
     if given and must_exist and not Path(given).is_dir():
-        raise ConfigError("--data-dir", [("", f"expected a folder, as of ATTN_ZOO_DATA; there is none at {given}")])
+        raise ConfigError(
+            "--data-dir", [("", f"expected a folder, as this or ATTN_ZOO_DATA names it; there is none at {given}")]
+        )
     return Path(given) if given else None
 
 

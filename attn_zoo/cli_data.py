@@ -193,7 +193,7 @@ def show(
     console.out.print(
         f"{task}, level {made.level}, {split}: {counted(len(examples), 'example')} of at most "
         f"{counted(spec.max_seq_len, 'token')}, {counted(spec.num_classes, 'class', 'classes')}, "
-        f"guessing scores {spec.chance:g} ({spec.metric.replace('_', ' ')})",
+        f"chance is {spec.chance:g} ({spec.metric.replace('_', ' ')})",
         soft_wrap=True,
     )
     for index in range(min(count, len(examples))):

@@ -100,7 +100,7 @@ def diagnose_backends(
     for name, backend in [(each, backend) for each in variants for backend in variants[each].backends]:
         limit_s = left_s() / 2
         if backend in slow or limit_s <= 0.0:
-            why = f"{slow[backend]} took too long" if backend in slow else "there was no time left"
+            why = f"{slow[backend]} took too long" if backend in slow else "no time was left"
             rows.append((name, backend, f"not tried: {why} (--wait waits)"))
             continue
         say(f"trying {name} {backend} on {device}")

@@ -5,10 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_MEANT = {"gpu": "cuda", "nvidia": "cuda"}
+"""Names by which a user calls what has another one here, and nothing that looks alike."""
+
 
 def near_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of the `known` names that look like `name`, best first."""
+    """Return up to `count` of the `known` names that look like `name`, or that it means, best first.
+
+    >>> near_matches("GPU", ["cpu", "cuda"])
+    ['cuda']
+    """
     by_folded = {candidate.casefold(): candidate for candidate in known}
+    meant = _MEANT.get(name.casefold())
+    if meant in by_folded:
+        return [by_folded[meant]]
     return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), list(by_folded), count)]
 
 

@@ -103,13 +103,16 @@ def new_variant(name: str, folder: Path) -> Path:
     from attn_zoo.registry import variants
 
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name.isascii():
-        raise ConfigError("new", [("", f"expected a name of lower-case letters, digits and '_'; got {name!r}")])
+        able = re.sub(r"\W+", "_", name.casefold(), flags=re.ASCII).strip("_")
+        hint = f"; did you mean {able!r}?" if able.isidentifier() and not keyword.iskeyword(able) else ""
+        rule = "lower-case letters, digits and '_', beginning with a letter"
+        raise ConfigError("new", [("", f"expected a name of {rule}; got {name!r}{hint}")])
     if name in variants:
         raise ConfigError("new", [("", f"variant {name!r} is already registered by {variants[name].provider}")])
     if name in sys.stdlib_module_names or PathFinder.find_spec(name, [sysconfig.get_path("purelib")]):
         hides = f"{name}.py would hide the module {name!r} from Python where it starts beside it"
         raise ConfigError("new", [("", f"{hides}; choose another name, such as '{name}_attention'")])
-    words = name.split("_")
+    words = name.removesuffix("_attention").split("_")
     cls = "".join(word.capitalize() for word in words)
     text = _TEMPLATE.substitute(name=name, cls=cls, title=" ".join(words).capitalize(), file=f"{name}.py")
     return _write(folder / f"{name}.py", text)

@@ -167,7 +167,7 @@ def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
         (
             lambda: attn_zoo.run("quick", data_dir="nowhere"),
             ConfigError,
-            "--data-dir: expected a folder, as of ATTN_ZOO",
+            "--data-dir: expected a folder, as this or ATTN_ZOO_DATA names it",
         ),
         (lambda: attn_zoo.run("quick", retry="tiemout"), UnknownNameError, "did you mean 'timeout'"),
         (lambda: attn_zoo.run("quick", shard="3"), ConfigError, "expected I/N"),

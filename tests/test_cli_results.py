@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from attn_zoo import cli
-from tests.report.synthetic import MACHINE, scaling, write_run
+from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
 from tests.report.test_compare import timed
 
 
@@ -188,6 +188,16 @@ def test_a_packed_run_is_opened_by_every_command_that_reads(call, tmp_path):
     assert (tmp_path / "before" / "report.html").is_file(), "beside the packed run, in a folder of its name"
     readme = call("report", "before.zip", "--readme")
     assert (readme.code, "expected one results folder" in readme.err) == (2, True)
+
+
+def test_a_model_of_another_size_is_told_of_and_no_mistake(call, tmp_path):
+    sizes = {"full": 65_000, "linformer": 130_000}
+    records = [
+        accuracy(name, 0, 0.3, score={"num_params": size, "correct": "1110000000"}) for name, size in sizes.items()
+    ]
+    answer = call("verify", str(write_run(tmp_path / "run", records)))
+    assert (answer.code, "100.00 % more parameters than full" in " ".join(answer.out.split())) == (0, True)
+    assert "budgets: 1 told" in answer.out
 
 
 @pytest.mark.usefixtures("folders")

@@ -64,8 +64,8 @@ def _read_export(path: Path) -> Run:
             records.append(record_of(row, f"{path.name}, row {number}"))
         except StoreError as error:
             warnings.append(f"{error}: skipped")
-    if rows and not records:
-        raise ConfigError(str(path), [("", f"expected an export of attn-zoo; {warnings[0]}")])
+    if not records:
+        raise ConfigError(str(path), [("", f"expected an export of attn-zoo; {[*warnings, 'it has no rows'][0]}")])
     names = dict.fromkeys(str(row["run"]) for row in rows if row.get("run"))
     return Run(name=" + ".join(names) or path.stem, records=tuple(records), warnings=tuple(warnings))
 

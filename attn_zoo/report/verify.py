@@ -8,7 +8,7 @@ from math import isclose
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from attn_zoo.errors import counted
+from attn_zoo.errors import ConfigError, counted
 from attn_zoo.folder import Run, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Approximation, Cell, Timing
@@ -55,8 +55,13 @@ def verify(source: str | Path) -> list[Fault]:
         ConfigError: there is no results folder, or a newer version of this package wrote it.
     """
     with opened(source) as folder:
+        if folder.is_file():
+            why = "an export has neither a plan nor machines to hold its records against"
+            raise ConfigError(
+                str(source), [("", f"expected a results folder, a packed run (.zip) or REV:FOLDER; {why}")]
+            )
         if not (folder / "run.json").is_file():
-            read_run(folder)  # says what else it is: an export has neither a plan nor machines to hold records against
+            read_run(folder)  # says what else it is
         results = read_results([folder])
     subject = _Subject(run=results.runs[0], results=results, groups=tuple(make_accuracy_groups(results)))
     return [
@@ -192,3 +197,6 @@ CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {
     "trials": ("each variant got as many trials and seeds as the others", _trials),
 }
 """What is looked at, by name: in one sentence, and how."""
+
+TOLD = frozenset({"budgets"})
+"""Checks of what reports tell of, too: a fact that a reader must know, and no mistake in the results."""

@@ -125,7 +125,7 @@ def doubt_words(process_counts: Iterable[int]) -> str:
     counts = sorted(set(process_counts))
     if not counts:
         return ""
-    within = "the doubt within one process only: another run may lie outside"
+    within = "the uncertainty within one process only: another run may lie outside"
     if counts[-1] == 1:
         return f"The interval is {within}."
     few = next(count for count in counts if count > 1)

@@ -255,7 +255,7 @@ def test_the_note_tells_several_processes_from_one(tmp_path):
     assert "covers what differs between the 3 processes that took the samples." in found.note
     assert [row["num_processes_a"] for row in found.rows] == [3, 3]
     c = write_run(tmp_path / "c", [scaling("v", 512, 10.0)])
-    assert "of a single one it is the doubt within one process only" in compare_table(a, c).note
+    assert "of a single one it is the uncertainty within one process only" in compare_table(a, c).note
 
 
 def test_runs_without_a_common_cell_are_an_error_that_shows_one_of_each(tmp_path):

@@ -83,6 +83,7 @@ def test_a_row_survives_as_text_alone():
     ("name", "content", "words"),
     [
         ("x.csv", "a,b\n1,2\n", "expected an export of attn-zoo; x.csv, row 1"),
+        ("x.csv", "run,kin\n", "expected an export of attn-zoo; it has no rows"),
         ("x.csv", '"', "cannot be read"),
         ("x.jsonl", "{", "cannot be read: JSONDecodeError"),
         ("x.jsonl", "[1]\n", "cannot be read"),

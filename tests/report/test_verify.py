@@ -164,6 +164,9 @@ def test_results_of_a_newer_version_are_an_error(tmp_path):
         verify(folder)
     with pytest.raises(ConfigError, match="not a results folder"):
         verify(tmp_path / "nowhere")
+    (tmp_path / "run.csv").write_text("run,kind\n")
+    with pytest.raises(ConfigError, match="an export has neither a plan nor machines"):
+        verify(tmp_path / "run.csv")
 
 
 @pytest.mark.parametrize("head", RESULTS, ids=lambda path: path.parent.name)

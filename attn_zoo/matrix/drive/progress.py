@@ -45,7 +45,7 @@ def describe(record: Record) -> str:
     if (found := record.approximation) is not None:
         return f"error {found.error:.3g} (mean of the values: {found.mean_error:.3g})"
     if record.score is not None:
-        beside = f"guessing: {record.score.chance:.3f}"
+        beside = f"chance: {record.score.chance:.3f}"
         if record.replacement is not None:
             beside = f"as trained: {record.replacement.trained_value:.3f}"
         return f"{record.score.metric} {record.score.value:.3f} ({beside})"

@@ -288,8 +288,9 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
         got, context = shown(detail["input"]), detail.get("ctx", {})
         match detail["type"]:
             case "extra_forbidden" if len(parts) > 1 and parts[-3:-2] == ("variants",):
-                keys = ", ".join(_GROUPS[str(parts[0])].entry.model_fields)
-                text = f"unknown key  (keys of a variant's table are {keys})"
+                keys = tuple(_GROUPS[str(parts[0])].entry.model_fields)
+                hint = suggestion(str(parts[-1]), keys)
+                text = f"unknown key{hint}  (keys of a variant's table are {', '.join(keys)})"
             case "extra_forbidden":
                 text = unknown_key(str(parts[-1]), _GROUPS.get(str(parts[0]), root) if len(parts) > 1 else root)
             case "missing":

@@ -79,7 +79,7 @@ def _refuse_other_plans(infos: Mapping[Path, RunInfo]) -> None:
             fields = sorted({name for a, b in both for name in {*a, *b} if a.get(name) != b.get(name)})
             why = f"their matrices differ in {', '.join(fields) or 'number'}"
         else:
-            why = f"one ran {', '.join(names[0])}, the other {', '.join(names[1])}"
+            why = f"one has the matrix {', '.join(names[0])}, the other {', '.join(names[1])}"
         raise ConfigError("merge", [("", f"expected shards of one plan; {first} and {path} are not: {why}")])
 
 

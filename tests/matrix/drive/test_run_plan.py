@@ -318,7 +318,7 @@ class TestProgress:
         lines = stream.getvalue().splitlines()
         assert lines[0] == "3 cells"
         assert lines[1] == "[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  16 ms (16 to 16), peak 1 MiB  [1 min 01 s]"
-        assert "accuracy 0.500 (guessing: 0.100)" in lines[2]
+        assert "accuracy 0.500 (chance: 0.100)" in lines[2]
         assert "error: ?[31mred" in lines[3], "control characters of foreign text are not shown"
         assert "\x1b" not in stream.getvalue()
 

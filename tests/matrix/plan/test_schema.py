@@ -99,7 +99,12 @@ dtypes = ["fp32"]
         ('["full"]', '["ful"]', "scaling[0].variants[0]: unknown variant 'ful'; did you mean 'full'?"),
         ('["full"]', '["full", "full"]', "scaling[0].variants[1]: expected each variant once; 'full' is in this group"),
         ('["full"]', "[3]", "scaling[0].variants[0]: expected a variant's name or a table"),
-        ('["full"]', "[{name = 'full', opts = {}}]", "scaling[0].variants[0].opts: unknown key"),
+        (
+            '["full"]',
+            "[{name = 'full', opts = {}}]",
+            "scaling[0].variants[0].opts: unknown key; did you mean 'options'?",
+        ),
+        ("batch_size = 2", "device = 'gpu'", "expected one of auto, cpu, cuda; got 'gpu'; did you mean 'cuda'?"),
         (
             '["full"]',
             "[{name = 'full', options = {nope = 1}}]",
