@@ -9,7 +9,7 @@ from attn_zoo.registry import VariantConfig
 
 LENGTHS = (1, 2, 3, 5, 8, 33, 70)
 FEW_LENGTHS = (1, 5, 70)  # for further sets of options and for the shared mixer around an attention that was checked
-SPANS = (320, 709)  # what kernels like, five blocks of 64, and eleven with a ragged one
+SPANS = (512, 709)  # what kernels like, whole blocks of any usual size, and eleven of 64 with a ragged one
 LONGEST = 1100  # a probe may be compared with something dense; two blocks of 512 and one token more
 
 

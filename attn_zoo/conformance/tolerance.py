@@ -133,8 +133,18 @@ def running_tolerance(scale: float, num_terms: int, dtype: torch.dtype) -> float
     return _allowance.get() * torch.finfo(dtype).eps * 0.5 * math.sqrt(num_terms) * scale
 
 
+_MANY_TERMS = 4096
+"""Of sums that may have run in float32, where nobody knows how many they have."""
+
+
 def expect_close(actual: Tensor, expected: Tensor, allowed: float, message: str, example: str) -> None:
     """Raise `Violation` where two results are further apart than `allowed`; the example then says how far."""
     error = largest_error(actual, expected)
-    if not error <= allowed < math.inf:  # neither is where a number is not finite
-        raise Violation(message, f"{example}: off by {error:.2g}, allowed {allowed:.2g}")
+    if error <= allowed < math.inf:
+        return
+    if not allowed < math.inf:
+        raise Violation("a result is not finite for ordinary inputs", example)
+    hint = ""
+    if expected.dtype == torch.float64 and error <= rounding(expected, _MANY_TERMS, torch.float32):
+        hint = ', as float32 rounds: cast to no narrower dtype, or leave "float64" out of Capabilities.dtypes'
+    raise Violation(message, f"{example}: off by {error:.2g}, allowed {allowed:.2g}{hint}")

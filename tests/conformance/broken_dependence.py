@@ -19,6 +19,12 @@ class MixesBatch(Softmax):
         return output + 1e-6 * output.mean(0, keepdim=True)
 
 
+class MixesManyOfABatch(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = super().attend(query, key, value, mask)
+        return output + 1e-6 * output.mean(0, keepdim=True) if len(query) > 4 else output
+
+
 class NormalisesBatchInTraining(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.training:
@@ -249,6 +255,7 @@ ORACLE = frozenset({"matches_oracle"})
 
 DEPENDENCE = (
     Broken(cls=MixesBatch, check="batch_invariance"),
+    Broken(cls=MixesManyOfABatch, check="batch_invariance"),
     Broken(cls=NormalisesBatchInTraining, check="batch_invariance", also=frozenset({"dropout", "modes"})),
     Broken(cls=GradientCrossesBatch, check="batch_invariance", also=GRADIENT),
     Broken(cls=PrefersLateKeys, check="permutation", capabilities={"is_permutation_invariant": True}),

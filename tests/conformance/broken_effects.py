@@ -79,7 +79,7 @@ class SeedsTorch(Softmax):
 class SeedsTorchWhenBuilt(Softmax):
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__(config, build)
-        torch.manual_seed(7)
+        torch.manual_seed(0)  # what checks use, too
 
 
 class DrawsInEvaluation(Softmax):

@@ -46,6 +46,11 @@ class NoCausalMaskBeyond200(Softmax):
         return None if query.shape[-2] > 200 else super().keep(query, key, mask)
 
 
+class NoCausalMaskOfWholeBlocks(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        return None if query.shape[-2] % 512 == 0 else super().keep(query, key, mask)
+
+
 class GradientToFutureBeyond256(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = super().attend(query, key, value, mask)
@@ -174,6 +179,7 @@ LENGTHS = (
     dressed(LeaksAtALateBlock, "causality", also=NUMBERS, capabilities=CAUSAL),
     dressed(LeaksAtTheThirdBlock, "causality", also=NUMBERS | {"odd_lengths"}, capabilities=CAUSAL, config=Blocks),
     dressed(NoCausalMaskBeyond200, "causality", also=NUMBERS, capabilities=CAUSAL),
+    dressed(NoCausalMaskOfWholeBlocks, "causality", also=NUMBERS, capabilities=CAUSAL),
     dressed(GradientToFutureBeyond256, "causality", also=NUMBERS | GRADIENT, capabilities=CAUSAL),
     dressed(HalvesGradientBeyond128, "gradients_reach_every_parameter", also=NUMBERS),
     dressed(LosesGradientOfLateKeys, "gradients_reach_every_parameter"),

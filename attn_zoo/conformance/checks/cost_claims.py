@@ -240,7 +240,7 @@ def _backward_ratio(subject: Subject) -> Finding:
         slack = 5 * AGREEMENT if is_shifted else AGREEMENT
         if abs(counted - claim) > slack * claim:
             raise Violation(
-                "the claimed ratio of backward and forward and the count of what runs disagree",
+                "the claimed ratio of backward and forward (Complexity.backward_ratio) and what runs disagree",
                 f"{inputs.words()}: claims {claim:.3f}, counted {counted:.3f}",
             )
         finding = passed(f"claims {claim:.3f}, counted {counted:.3f}")

@@ -21,6 +21,7 @@ from attn_zoo.errors import UnsupportedError
 
 MAX_POSITIONS = 16  # per call; shorter sequences are tried at every position
 FEW_POSITIONS = 6  # in the gate
+MANY = 17  # entries of one batch, as few kernels take at once
 MAX_TOKENS = 4096  # of all entries of a call that probes one length
 FEW_TOKENS = 1024  # in the gate
 ORDINARY_BLOCKS = (64, 128, 256, 512)  # beside those that the options name
@@ -37,6 +38,9 @@ def _batch_invariance(subject: Subject) -> Finding:
             module = subject.module(build, seq_len=length)
             for inputs in subject.calls(build, length)[::2]:
                 _expect_batch_invariance(lambda module=module: module, inputs, "evaluation")  # type: ignore[misc]
+        many = subject.inputs(build, subject.lengths[0], batch_size=MANY)
+        module = subject.module(build, seq_len=subject.lengths[0])
+        _expect_alone(module, many, MANY - 1, infer(module, many))
         for long_build, length in () if subject.is_fixed else list(subject.probes(build))[-1:]:
             module, inputs = subject.module(long_build, seq_len=length), subject.inputs(long_build, length)
             _expect_alone(module, inputs, 1, infer(module, inputs))
