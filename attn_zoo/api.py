@@ -91,7 +91,7 @@ def run(
         device: `"cpu"` or `"cuda"` instead of what the matrix says.
         shard: `"I/N"`: the I-th of N parts only.
         time_limit_min: minutes after which no further cell starts.
-        retry: statuses of records that are run again.
+        retry: statuses of records that are run again; each stays until the next one is there.
         jobs: trainings at once, or other cells without a timing, on Ray for each GPU or node; timings run alone.
         engine: `"local"` or `"ray"`.
         address: of the Ray cluster.
@@ -167,7 +167,7 @@ def run_again(
     track: str | None = None,
     progress: bool = True,
 ) -> Run:
-    """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
+    """Run the cells of a results folder again that failed; the old records are kept in its folder `replaced`.
 
     What runs into the folder were to make and did not is made too; not what they left out of a matrix.
 
@@ -441,7 +441,7 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         doubt = f"{unseen} is not known: {error.problems[0][1]}; files of variants are named by --variant-file"
         cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
     scan = store.scan([item.cell for item in cells])
-    found = standing(cells, list(scan.records.values()), store.repeats.count())
+    found = standing(cells, list(scan.records.values()), store.repeats.count(), store.marked_again())
     return replace(found, has_plan=has_plan, doubt=doubt, problems=scan.problems)
 
 

@@ -369,9 +369,13 @@ def print_summary(summary: Summary) -> None:
         why = f" ({summary.stopped})" if summary.stopped else ""
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
         kept = f", with {counted(summary.num_repeats, 'repeat')} of them" if summary.num_repeats else ""
-        out.print(f"the same command goes on from here{kept}")
+        out.print(f"the same command goes on from here{kept}{_old_records(summary.num_again)}")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
+
+
+def _old_records(num_again: int) -> str:
+    return f"; {counted(num_again, 'old record')} stay until they are measured again" if num_again else ""
 
 
 MOST_ALIKE = 20
@@ -421,7 +425,7 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     other = f"; {counted(len(now.other), 'record')} of other matrices" if now.other else ""
     begun = f" ({len(now.begun)} begun, with {counted(sum(now.begun.values()), 'repeat')})" if now.begun else ""
     left = f", {len(now.left)} left" if now.has_plan else ""
-    out.print(f"{len(now.done)} done{left}{begun}{stale}{other}")
+    out.print(f"{len(now.done)} done{left}{begun}{_old_records(now.num_again)}{stale}{other}")
     if now.doubt:
         out.print(escape(now.doubt))
     if any(record.status not in {"ok", "unsupported"} for record in now.done):

@@ -8,13 +8,16 @@ logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
 sources/            plain files that variants of the run were loaded from
 checkpoints/        state of trainings that have not ended
-replaced/           records that `retry` ran again; repeats of no use
+again/<run>/<key>   marks: the record of this cell is to be measured again, and stays until then
+replaced/           records that were measured again; repeats of no use
 quarantine/         files in `cells` that are no records, each with its reason
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,31 +42,26 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.index import Index
 from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
-from attn_zoo.whole_files import refuse_links, write_whole
+from attn_zoo.whole_files import refuse_links, whole_folder, write_whole
 
 
-def _write_new(path: Path, record: Record, what: str) -> None:
-    """Store a record in the middle of a run, where a place that cannot be written is no mistake in the call."""
-    if path.exists():
-        raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
+def _write(path: Path, content: str | bytes) -> None:
+    """Write a file in the middle of a run, where a place that cannot be written is no mistake in the call."""
     try:
-        write_whole(path, record_text(record))
+        write_whole(path, content)
     except FolderError as error:
         raise StoreError(str(error)) from None
 
 
-def _move_aside(path: Path, folder: Path, key: str) -> None:
-    """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.
+def _write_new(path: Path, record: Record, what: str) -> None:
+    if path.exists():
+        raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
+    _write(path, record_text(record))
 
-    Raises:
-        StoreError: not writable.
-    """
-    try:
-        folder.mkdir(exist_ok=True)
-        number = len(list(folder.glob(f"{key}-*.json"))) + 1
-        path.rename(folder / f"{key}-{number}.json")
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written: {error.strerror}") from None
+
+def _aside(folder: Path, key: str) -> Path:
+    """Return the path `<key>-<n>.json` in a folder, where n counts what of this key is there."""
+    return folder / f"{key}-{len(list(folder.glob(f'{key}-*.json'))) + 1}.json"
 
 
 class Repeats:
@@ -142,7 +140,11 @@ class Repeats:
         kept = {self._path(key, number) for number in range(1, beyond + 1)}
         for path in self._of(key):
             if path not in kept:
-                _move_aside(path, self._replaced, key)
+                try:
+                    self._replaced.mkdir(exist_ok=True)
+                    path.rename(_aside(self._replaced, key))
+                except OSError as error:
+                    raise StoreError(f"{self._replaced}: cannot be written: {error.strerror}") from None
 
     def tidy(self) -> None:
         """Remove the folder if nothing is left in it; only for a run that has the results folder for itself."""
@@ -216,6 +218,7 @@ class Store:
         self.weights = self.folder / "weights"
         self.repeats = Repeats(self.folder)
         self._cells = self.folder / "cells"
+        self._again = self.folder / "again"
         self._info = self.folder / "run.json"
         self._ceilings = self.folder / "ceilings.json"
 
@@ -317,6 +320,8 @@ class Store:
             yield scan
             if shard is None:
                 self.repeats.tidy()
+                with suppress(OSError):  # marks are left
+                    self._again.rmdir()
 
     def _enter(
         self,
@@ -388,17 +393,51 @@ class Store:
         data = {"schema": SCHEMA_VERSION, "ceilings": [best[subject].to_dict() for subject in sorted(best, key=str)]}
         write_whole(self._ceilings, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 
+    def mark_again(self, statuses: Iterable[str], planned: Sequence[Cell], keys: Collection[str]) -> None:
+        """Mark records that are to be measured again. Each stays, and is what is read, until `write` has the next one.
+
+        Where marks are left of another run that asked for the same, that one was interrupted: nothing more is marked,
+        so that this run goes on from there.
+
+        Args:
+            statuses: that the run measures again.
+            planned: its cells.
+            keys: of those whose records have such a status.
+
+        Raises:
+            StoreError: not writable.
+        """
+        text = "\n".join([*sorted(statuses), *sorted(str(_asked(cell)) for cell in planned)])
+        marks = self._again / hashlib.sha256(text.encode()).hexdigest()[:16]
+        if not keys or any((marks / cell.key).exists() for cell in planned):
+            return
+        shutil.rmtree(marks, ignore_errors=True)  # those of sources that changed since
+        with whole_folder(marks) as folder:
+            for key in keys:
+                (folder / key).touch()
+
+    def marked_again(self) -> set[str]:
+        """Return the keys of cells that are to be measured again."""
+        return {mark.name for mark in self._again.glob("[!.]*/*")}
+
     def write(self, record: Record) -> None:
-        """Store a record, once and for all.
+        """Store a record, once and for all; one that it was marked to follow is kept in `replaced`.
 
         Raises:
             StoreError: the disk is full or not writable, or there is a record of this cell already.
         """
-        _write_new(self._cells / f"{record.cell.key}.json", record, "a record of this cell")
-
-    def retire(self, key: str) -> None:
-        """Move a record to `replaced`, so that its cell runs again."""
-        _move_aside(self._cells / f"{key}.json", self.folder / "replaced", key)
+        key = record.cell.key
+        path, marks = self._cells / f"{key}.json", list(self._again.glob(f"[!.]*/{key}"))
+        if marks and path.exists():
+            text = record_text(record)
+            _write(_aside(self.folder / "replaced", key), path.read_bytes())
+            _write(path, text)
+        else:
+            _write_new(path, record, "a record of this cell")
+        for mark in marks:
+            with suppress(OSError):  # the last one of its run takes the folder with it
+                mark.unlink()
+                mark.parent.rmdir()
 
     def _quarantine(self, name: str, reason: str) -> None:
         target = self.folder / "quarantine"

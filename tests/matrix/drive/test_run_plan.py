@@ -170,6 +170,51 @@ def test_retry_runs_only_the_named_statuses_again(tmp_path):
     assert len(list((store.folder / "replaced").iterdir())) == 1
 
 
+def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine())
+    before = {path.name: path.read_bytes() for path in (store.folder / "cells").iterdir()}
+    summary = run(plan, store, engine=FakeEngine(), retry_statuses=["ok"], time_limit_min=0)
+    assert (len(summary.left), summary.num_again, summary.counts) == (3, 3, {})
+    assert {path.name: path.read_bytes() for path in (store.folder / "cells").iterdir()} == before
+    assert not (store.folder / "replaced").exists()
+
+    def press(item):
+        if item.cell.seq_len == 32:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    summary = run(plan, store, engine=FakeEngine(before=press, duration_s=2.0), retry_statuses=["ok"])
+    assert (summary.new, len(summary.left), summary.num_again, summary.exit_code) == (1, 2, 2, 130)
+    now = api.status(store.folder)
+    assert (len(now.done), len(now.left), now.num_again) == (1, 2, 2)
+    assert {record.cell.seq_len: record.duration_s for record in store.records()} == {16: 2.0, 32: 1.0, 64: 1.0}
+    last = FakeEngine(duration_s=3.0)
+    summary = run(plan, store, engine=last, retry_statuses=["ok"])
+    assert [name.split("/")[3] for name in last.started] == ["L32", "L64"], "what it has measured again already, stays"
+    assert (summary.counts, summary.left) == ({"ok": 3}, ())
+    assert {path.name.partition("-")[0] for path in (store.folder / "replaced").iterdir()} == {
+        name.removesuffix(".json") for name in before
+    }
+    assert not (store.folder / "again").exists()
+    anew = FakeEngine()
+    run(plan, store, engine=anew, retry_statuses=["ok"])
+    assert len(anew.started) == 3, "nothing is left of the first retry, so this is another"
+
+
+def test_an_interrupted_retry_goes_on_without_saying_so_and_beside_another(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine(statuses={32: "timeout"}))
+    run(plan, store, engine=FakeEngine(), retry_statuses=["timeout"], time_limit_min=0)
+    part = replace(plan, cells=plan.cells[:1], shard=(1, 2))
+    run(part, store, engine=FakeEngine(), retry_statuses=["ok"], time_limit_min=0)
+    assert api.status(store.folder).num_again == 2
+    engine = FakeEngine()
+    run(replace(plan, cells=plan.cells[1:], shard=(2, 2)), store, engine=engine)
+    assert [name.split("/")[3] for name in engine.started] == ["L32"]
+    assert store.marked_again() == {plan.cells[0].cell.key}
+
+
 def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_path):
     plan, store = tiny_plan(["fake_ok"], seq_len=[16]), Store(tmp_path / "run")
     run(plan, store, engine=FakeEngine())

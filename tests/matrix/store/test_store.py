@@ -79,9 +79,28 @@ def test_nothing_is_overwritten_and_retry_keeps_the_old_record(store):
         store.write(record(16, status="error"))
     key = record(16).cell.key
     for number in (1, 2):
-        store.retire(key)
-        assert (store.folder / "replaced" / f"{key}-{number}.json").is_file()
-        store.write(record(16))
+        before = (store.folder / "cells" / f"{key}.json").read_bytes()
+        store.mark_again(["ok"], [record(16).cell], [key])
+        store.write(record(16, duration_s=number))
+        assert (store.folder / "replaced" / f"{key}-{number}.json").read_bytes() == before
+        assert store.marked_again() == set()
+
+
+def test_a_record_stays_until_the_next_one_is_written(store, monkeypatch):
+    (first, key), before = ((one := record(16)), one.cell.key), snapshot(store.folder)
+    store.mark_again(["ok"], [first.cell], [key])
+    monkeypatch.setattr("attn_zoo.whole_files._sync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.write(first)
+    assert before.items() <= snapshot(store.folder).items()
+    assert store.marked_again() == {key}
+
+
+def test_marks_of_sources_that_changed_since_hold_up_no_other_run(store):
+    old, today = (replace(record(16).cell, variant_digest=digest) for digest in ("old", "new"))
+    store.mark_again(["ok"], [old], [old.key])
+    store.mark_again(["ok"], [today], [today.key])
+    assert store.marked_again() == {today.key}
 
 
 def test_foreign_folders_and_files_are_refused_untouched(tmp_path):
