@@ -412,7 +412,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     if info.planned is not None:
         cells = with_known_data(cells, info.planned)
         cells = asked_before(cells, info.planned, {path.stem for path in cell_files(folder)})
-    return replace(plans[-1], cells=tuple(cells))
+    return replace(plans[-1], cells=tuple(cells), is_whole=False)
 
 
 def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
@@ -442,7 +442,8 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
     scan = store.scan([item.cell for item in cells])
     found = standing(cells, list(scan.records.values()), store.repeats.count(), store.marked_again())
-    return replace(found, has_plan=has_plan, doubt=doubt, problems=scan.problems)
+    missing = store.info(has_plan=False).missing_shards
+    return replace(found, has_plan=has_plan, doubt=doubt, missing_shards=missing, problems=scan.problems)
 
 
 def check(

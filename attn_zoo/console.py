@@ -370,6 +370,8 @@ def print_summary(summary: Summary) -> None:
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
         kept = f", with {counted(summary.num_repeats, 'repeat')} of them" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}{_old_records(summary.num_again)}")
+    elif summary.missing_shards:
+        out.print(f"{escape(summary.missing_shards)}; if they did elsewhere, attn-zoo merge joins the folders")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
 
@@ -426,8 +428,8 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     begun = f" ({len(now.begun)} begun, with {counted(sum(now.begun.values()), 'repeat')})" if now.begun else ""
     left = f", {len(now.left)} left" if now.has_plan else ""
     out.print(f"{len(now.done)} done{left}{begun}{_old_records(now.num_again)}{stale}{other}")
-    if now.doubt:
-        out.print(escape(now.doubt))
+    for text in filter(None, (now.missing_shards, now.doubt)):
+        out.print(escape(text))
     if any(record.status not in {"ok", "unsupported"} for record in now.done):
         given = [word for path in files for word in ("--variant-file", str(path))]
         out.print(f"next: attn-zoo retry {escape(shlex.join([str(folder), *given]))}", soft_wrap=True)

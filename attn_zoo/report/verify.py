@@ -83,6 +83,8 @@ def _digests(subject: _Subject) -> Found:
 
 
 def _complete(subject: _Subject) -> Found:
+    if subject.run.missing_shards:
+        yield "run.json", subject.run.missing_shards
     for one in subject.results.left:
         why = f" ({one.record.reason})" if one.record.reason else ""
         yield one.cell.id, f"planned, and has no record{why}"
@@ -183,7 +185,7 @@ def _trials(subject: _Subject) -> Found:
 CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {
     "schema": ("every file is a record of this version or an older one", _schema),
     "digests": ("a record is of the cell that its file is named after, of the plan, of a described machine", _digests),
-    "complete": ("every planned cell has a record", _complete),
+    "complete": ("every planned cell has a record, and every shard has run", _complete),
     "numbers": ("the numbers of a record do not contradict each other", _numbers),
     "limits": ("nothing is faster than the machine can be", _limits),
     "gate": ("nothing was timed, or compared with exact attention, before it passed its correctness gate", _gate),

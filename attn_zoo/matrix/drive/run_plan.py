@@ -230,6 +230,7 @@ class Standing:
         num_again: how many cells of `left` have a record, which stays until the next one is there.
         has_plan: what was planned is known; otherwise nothing can be said of `left`.
         doubt: what is not known, one sentence; empty where the matrix could be planned anew.
+        missing_shards: which shards have not run here, in words.
         problems: files that are no records, each with the reason.
     """
 
@@ -241,6 +242,7 @@ class Standing:
     num_again: int = 0
     has_plan: bool = True
     doubt: str = ""
+    missing_shards: str = ""
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -255,6 +257,7 @@ class Summary:
         num_repeats: repeats that cells of `left` have already.
         num_again: how many cells of `left` have a record.
         stopped: why it ended early: `"interrupted"`, `"time limit"`, or None.
+        missing_shards: which shards have not run here, in words.
         folder: where the records are.
     """
 
@@ -264,6 +267,7 @@ class Summary:
     num_repeats: int = 0
     num_again: int = 0
     stopped: str | None = None
+    missing_shards: str = ""
     folder: Path = Path()
 
     @property
@@ -388,6 +392,7 @@ def run(
         environment,
         allow_mixed_env=allow_mixed_env,
         shard=plan.shard,
+        is_whole=plan.is_whole,
         claims=stored_claims({item.cell.variant for item in plan.cells}),
         planned=[item.cell for item in plan.cells],
     ) as scan:
@@ -459,6 +464,7 @@ def run(
         num_repeats=sum(now.begun.values()),
         num_again=now.num_again,
         stopped=session.stopped,
+        missing_shards=store.info(has_plan=False).missing_shards,
         folder=store.folder,
     )
 

@@ -279,6 +279,7 @@ class Store:
         *,
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
+        is_whole: bool = False,
         claims: Mapping[str, dict[str, Any]] | None = None,
         planned: Sequence[Cell] = (),
     ) -> Iterator[Scan]:
@@ -292,7 +293,8 @@ class Store:
             matrix: resolved.
             environment: of this machine; None if it measures nothing.
             allow_mixed_env: go on in a folder of another environment.
-            shard: which part of the matrix this run is, or None for all.
+            shard: which part of the matrix this run is, or None if it is none that others complete.
+            is_whole: it is of all cells of the matrix.
             claims: of the variants.
             planned: cells that the run is to make. They are noted beside those of earlier runs; where the source or the
                 data of one changed, the new one takes the place of the old.
@@ -309,7 +311,8 @@ class Store:
             raise FolderError(f"{self.folder}: cannot be written: {error.strerror}") from None
         with hold_lock(self.folder, shard):
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
-                self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned))
+                ran = (1, 1) if is_whole else shard
+                self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned), ran)
             if shard is None:  # nobody else writes, so these were left by a killed run
                 for pattern in (".run.json-*.tmp", ".ceilings.json-*.tmp", "cells/.*.tmp", "parts/.*.tmp"):
                     for path in self.folder.glob(pattern):
@@ -330,15 +333,16 @@ class Store:
         allow_mixed_env: bool,
         claims: Mapping[str, dict[str, Any]],
         planned: Sequence[Cell] = (),
+        ran: tuple[int, int] | None = None,
     ) -> None:
-        """Note matrix, environment and plan in `run.json`."""
+        """Note matrix, environment, plan and shard in `run.json`."""
         if self.exists:
             info = self.info()
             if environment is not None and not allow_mixed_env and (problem := info.refusal(environment)):
                 raise FolderError(f"{self.folder}: {problem}")
         else:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            info = RunInfo(created=now, version=attn_zoo.__version__, planned=())
+            info = RunInfo(created=now, version=attn_zoo.__version__, planned=(), shards=())
         matrices = info.matrices if dict(matrix) in info.matrices else (*info.matrices, dict(matrix))
         environments = dict(info.environments)
         if environment is not None:
@@ -347,8 +351,12 @@ class Store:
         cells = None
         if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
             cells = _followed(info.planned, planned)
+        shards = info.shards
+        if shards is not None and ran is not None:  # likewise
+            shards = tuple(dict.fromkeys((*shards, (str(matrix.get("name")), *ran))))
         claimed = {**info.claims, **claims}
-        entered = replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
+        entered = replace(info, matrices=matrices, environments=environments, claims=claimed, stopped="")
+        entered = replace(entered, planned=cells, shards=shards)
         if entered != info or not self.exists:
             self.write_info(entered)
 
@@ -363,6 +371,7 @@ class Store:
             "claims": info.claims,
             "stopped": info.stopped,
             **({} if info.planned is None else {"planned": pack_cells(info.planned)}),
+            **({} if info.shards is None else {"shards": info.shards}),
         }
         write_whole(self._info, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 

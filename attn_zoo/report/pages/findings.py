@@ -245,13 +245,15 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
 def completeness(analysis: Analysis) -> str:
     """Return how much of what was planned was run, and what is left; empty where all of it was.
 
-    Where only a part of a matrix was planned, that is said too.
+    Where only a part of a matrix was planned, or some of its shards have not run, that is said too.
     """
     said = []
     for run in analysis.results.runs:
         where = f"{run.name}: " if len(analysis.results.runs) > 1 else ""
         if part := _part_of_matrix(run):
             said.append(f"{where}{part}")
+        if run.missing_shards:
+            said.append(f"{where}{run.missing_shards if where else capital(run.missing_shards)}.")
         if run.planned is None:
             gaps = some(text for panel in analysis.panels for text in _gaps(panel, run))
             beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""

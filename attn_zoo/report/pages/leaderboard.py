@@ -204,7 +204,9 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
         said=tuple(clean(text) for text in findings(analysis)[:MOST_FINDINGS])
         if lead or not told
         else tuple(map(clean, told)),
-        unfinished=clean(completeness(analysis)) if analysis.results.left else "",
+        unfinished=clean(completeness(analysis))
+        if analysis.results.left or any(run.missing_shards for run in analysis.results.runs)
+        else "",
         cells=counted(len(observations), "cell"),
         measured=min((one.record.started[:10] for one in observations if one.record.started), default=""),
         boards=tuple(_boards(folder, where, analysis)),

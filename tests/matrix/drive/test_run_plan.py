@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo import api
+from attn_zoo.console import print_standing, print_summary
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
@@ -213,6 +214,28 @@ def test_an_interrupted_retry_goes_on_without_saying_so_and_beside_another(tmp_p
     run(replace(plan, cells=plan.cells[1:], shard=(2, 2)), store, engine=engine)
     assert [name.split("/")[3] for name in engine.started] == ["L32"]
     assert store.marked_again() == {plan.cells[0].cell.key}
+
+
+def test_a_shard_that_has_not_run_is_named_until_it_has(tmp_path, capsys):
+    matrix, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]).matrix, Store(tmp_path / "run")
+    for number in (1, 2):
+        summary = run(make_plan(matrix, shard=(number, 3)), store, engine=FakeEngine())
+    assert (summary.left, summary.exit_code) == ((), 0)
+    print_summary(summary)
+    now = api.status(store.folder)
+    print_standing(now, [], store.folder, [])
+    assert capsys.readouterr().out.count("shard 3 of 3 has not run here") == 2
+    assert (len(now.done), now.left) == (2, ())
+    run(replace(make_plan(matrix), cells=(), is_whole=False), store, engine=FakeEngine(), retry_statuses=["error"])
+    assert api.status(store.folder).missing_shards, "running records again is no shard"
+    assert run(make_plan(matrix, shard=(3, 3)), store, engine=FakeEngine()).missing_shards == ""
+
+
+def test_a_run_of_all_leaves_no_shard_out_and_one_of_a_part_says_nothing_of_them(tmp_path):
+    matrix, store = tiny_plan(["fake_ok"], seq_len=[16, 32]).matrix, Store(tmp_path / "run")
+    assert run(make_plan(matrix, shard=(1, 2)), store, engine=FakeEngine()).missing_shards
+    assert run(make_plan(matrix, only=["*L16/*"]), store, engine=FakeEngine()).missing_shards
+    assert run(make_plan(matrix), store, engine=FakeEngine()).missing_shards == ""
 
 
 def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_path):

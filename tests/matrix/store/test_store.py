@@ -430,6 +430,42 @@ def test_shards_share_a_folder_but_not_with_themselves(store):
             store.writing(MATRIX, environment()).__enter__()
 
 
+@pytest.mark.parametrize(
+    ("ran", "words"),
+    [
+        ([(1, 3), (2, 3)], "shard 3 of 3 has not run here"),
+        ([(3, 3), None], "shards 1, 2 of 3 have not run here"),
+        ([(1, 1000)], "shards 2, 3, 4, 5, 6 and 994 more of 1000 have not run here"),
+        ([(1, 2), (1, 3), (2, 3), (3, 3)], ""),
+        ([(1, 2), (1, 1)], ""),
+        ([None], ""),
+    ],
+)
+def test_a_folder_knows_which_shards_have_not_run(ran, words, tmp_path):
+    store = Store(tmp_path / "run")
+    for shard in ran:
+        whole = shard == (1, 1)
+        with store.writing(MATRIX, environment(), shard=None if whole else shard, is_whole=whole):
+            assert store.info().shards is not None
+    assert store.info().missing_shards == words
+
+
+def test_shards_of_two_matrices_are_told_apart_and_an_older_folder_says_nothing_of_them(store):
+    for name in ("one", "two"):
+        with store.writing({"name": name}, environment(), shard=(1, 2)):
+            pass
+    one, two = (f"shard 2 of 2 of {name} has not run here" for name in ("one", "two"))
+    assert store.info().missing_shards == f"{one}; {two}"
+    path = store.folder / "run.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({name: data[name] for name in data if name != "shards"}))
+    with store.writing({"name": "one"}, environment(), shard=(1, 2)):
+        assert (store.info().shards, store.info().missing_shards) == (None, "")
+    path.write_text(json.dumps({**data, "shards": [["one", 3, 2]]}))
+    with pytest.raises(FolderError, match="damaged: ValueError there is no shard 3 of 2"):
+        store.info()
+
+
 def test_the_lock_of_a_killed_holder_is_free(store):
     code = f"""
         import os
