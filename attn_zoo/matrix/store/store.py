@@ -155,6 +155,13 @@ class Repeats:
         return sorted(self._folder.glob(f"{key}-*.json"))
 
 
+def _is_beginning(path: Path) -> bool:
+    """Tell whether this is what a run leaves that could not write its `run.json`."""
+    if path.name in {"cells", "logs"} and path.is_dir():
+        return not any(path.iterdir())
+    return path.name.startswith(".lock") or path.match(".run.json-*.tmp")
+
+
 def _asked(cell: Cell) -> tuple[str, int | None]:
     """Return what is equal for cells that ask the same of other sources or data; ids are not: they leave sizes out."""
     return cell.all_but("seq_len", "together", *_SOURCES), cell.seq_len
@@ -232,7 +239,7 @@ class Store:
         if self.exists:
             self.info(has_plan=False)
         elif self.folder.is_dir():
-            foreign = sorted(item.name for item in self.folder.iterdir() if not item.name.startswith(".lock"))
+            foreign = sorted(item.name for item in self.folder.iterdir() if not _is_beginning(item))
             if foreign:
                 names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
                 raise FolderError(

@@ -167,6 +167,27 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
     assert snapshot(store.folder) == before
 
 
+def test_a_disk_that_is_full_at_the_start_is_named_and_the_same_call_goes_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = Store(tmp_path / "run")
+    for where, named in (("lock.os.pwrite", r"\.lock"), ("store.write_whole", "")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"attn_zoo.matrix.store.{where}", refuse)
+            expected = pytest.raises(StoreError if named else OSError, match=f"{named}.*No space left on device")
+            with expected as caught, store.writing(MATRIX, environment()):
+                pass
+        assert not named or caught.value.exit_code == 4
+    (store.folder / ".run.json-killed.tmp").touch()
+    (store.folder / "logs" / "mine.log").touch()
+    with pytest.raises(FolderError, match="holds logs; choose another folder"):
+        store.check()
+    (store.folder / "logs" / "mine.log").unlink()
+    with store.writing(MATRIX, environment()):
+        store.write(record(16))
+
+
 def test_left_overs_of_a_killed_write_are_removed_by_the_next_run(store):
     left_overs = [
         store.folder / name for name in ("cells/.abc.json-123.tmp", ".run.json-1.tmp", ".ceilings.json-2.tmp")
