@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_zoo.displays import Checks, Run
-from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, suggestion
+from attn_zoo.errors import ConfigError, FolderError, UnknownNameError, UnsupportedError, suggestion
 
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
@@ -392,13 +392,15 @@ def _path(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
 
 def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool = False) -> Plan:
     """Return what the runs into a folder were to make, shards and other parts of a matrix too, by today's sources."""
-    from attn_zoo.folder import cell_files, read_info
+    from attn_zoo.folder import WITHOUT_INFO, cell_files, read_info
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import restore_matrix
     from attn_zoo.matrix.store.kept_sources import load_kept
     from attn_zoo.matrix.store.store import asked_before, with_known_data
 
     info = read_info(folder)
+    if not info.matrices:
+        raise FolderError(f"{folder / 'run.json'}: names no matrix; {WITHOUT_INFO}")
     foreign = load_kept(folder)
     try:
         plans = [

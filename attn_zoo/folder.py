@@ -24,6 +24,8 @@ MAX_BYTES = 2**28
 """Of a file of ours. The largest records hold the answers to all items of a test set, some megabytes."""
 MOST_READ = 20_000
 """Records of a folder that are all read, even if some would do."""
+WITHOUT_INFO = "to go on, run the same matrix into a new folder with --time-limit 0 and copy all but run.json there"
+"""What to do with a folder whose `run.json` is damaged."""
 _MOST_SHARDS = 5
 """That a sentence names."""
 
@@ -292,7 +294,7 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
     try:
         data = _read_object(path)
     except StoreError as error:
-        raise FolderError(f"{path}: {error}") from None
+        raise FolderError(f"{path}: {error}; {WITHOUT_INFO}") from None
     if not isinstance(data.get("schema"), int):
         raise FolderError(f"{path}: not written by attn_zoo (it names no schema)")
     _refuse_newer(data["schema"], path)
@@ -300,13 +302,13 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
     try:
         planned = unpack_cells(data["planned"]) if has_plan and "planned" in data else None
     except (StoreError, KeyError, TypeError, ValueError) as error:
-        problems.append(f"run.json: the planned cells were skipped: {error}")
+        problems.append(f"run.json: the planned cells cannot be read: {error}")
     try:
         for digest, entry in data["environments"].items():
             try:
                 environments[digest] = Environment.from_dict(entry if isinstance(entry, dict) else {})
             except StoreError as error:
-                problems.append(f"run.json: environment {digest} was skipped: {error}")
+                problems.append(f"run.json: environment {digest} cannot be read: {error}")
         return RunInfo(
             schema=data["schema"],
             created=str(data["created"]),
@@ -320,7 +322,7 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
             problems=tuple(problems),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FolderError(f"{path}: damaged: {type(error).__name__} {error}") from None
+        raise FolderError(f"{path}: damaged: {type(error).__name__} {error}; {WITHOUT_INFO}") from None
 
 
 def _read_shards(entries: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:

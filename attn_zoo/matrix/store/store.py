@@ -29,6 +29,7 @@ from typing import Any
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.folder import (
+    WITHOUT_INFO,
     RunInfo,
     Scan,
     pack_cells,
@@ -256,7 +257,7 @@ class Store:
         """
         info = read_info(self.folder, has_plan=has_plan)
         if info.problems:
-            raise FolderError(f"{self.folder}: {info.problems[0]}")
+            raise FolderError(f"{self.folder}: {info.problems[0]}; {WITHOUT_INFO}")
         return info
 
     def scan(self, planned: Iterable[Cell] = ()) -> Scan:

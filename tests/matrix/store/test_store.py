@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -172,13 +173,13 @@ def test_a_disk_that_is_full_at_the_start_is_named_and_the_same_call_goes_on(tmp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store = Store(tmp_path / "run")
-    for where, named in (("lock.os.pwrite", r"\.lock"), ("store.write_whole", "")):
+    for where, named in (("matrix.store.lock.os.pwrite", r"\.lock"), ("whole_files._sync", r"run\.json")):
         with monkeypatch.context() as patch:
-            patch.setattr(f"attn_zoo.matrix.store.{where}", refuse)
-            expected = pytest.raises(StoreError if named else OSError, match=f"{named}.*No space left on device")
+            patch.setattr(f"attn_zoo.{where}", refuse)
+            expected = pytest.raises(StoreError, match=f"{named}: cannot be written: No space left on device")
             with expected as caught, store.writing(MATRIX, environment()):
                 pass
-        assert not named or caught.value.exit_code == 4
+        assert caught.value.exit_code == 4
     (store.folder / ".run.json-killed.tmp").touch()
     (store.folder / "logs" / "mine.log").touch()
     with pytest.raises(FolderError, match="holds logs; choose another folder"):
@@ -334,6 +335,23 @@ def test_a_damaged_run_json_is_named(text, store):
     (store.folder / "run.json").write_text(text)
     with pytest.raises(FolderError, match=r"run\.json: "):
         store.writing(MATRIX, environment()).__enter__()
+
+
+@pytest.mark.parametrize("spoil", [{"environments": 1}, {"environments": {"0": 1}}, {"planned": [1]}])
+def test_a_folder_whose_run_json_is_damaged_goes_on_beside_a_new_one(spoil, store, tmp_path):
+    store.repeats.write(record(64), 1)
+    path = store.folder / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **spoil}))
+    with pytest.raises(FolderError, match="run the same matrix into a new folder with --time-limit 0") as caught:
+        store.info()
+    assert "skipped" not in str(caught.value)
+    new = Store(tmp_path / "new")
+    with new.writing(MATRIX, environment()):
+        pass
+    path.unlink()
+    shutil.copytree(store.folder, new.folder, dirs_exist_ok=True)
+    with new.writing(MATRIX, environment()) as scan:
+        assert (len(scan.records), scan.problems, new.repeats.count()) == (2, {}, {record(64).cell.key: 1})
 
 
 def test_environments_do_not_mix_unless_asked(store):
