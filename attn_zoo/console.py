@@ -25,6 +25,7 @@ from rich.text import Text
 
 from attn_zoo.errors import counted
 from attn_zoo.metadata import big_o
+from attn_zoo.records import ANSWERS
 
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
@@ -430,6 +431,10 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     out.print(f"{len(now.done)} done{left}{begun}{_old_records(now.num_again)}{stale}{other}")
     for text in filter(None, (now.missing_shards, now.doubt)):
         out.print(escape(text))
-    if any(record.status not in {"ok", "unsupported"} for record in now.done):
-        given = [word for path in files for word in ("--variant-file", str(path))]
+    given = [word for path in files for word in ("--variant-file", str(path))]
+    failures = counts.keys() - ANSWERS
+    if failures == {"timeout"}:  # once more would take as long
+        words = shlex.join(["--out", str(folder), *given, "--retry", "timeout"])
+        out.print(f"next: raise timeout_s in the matrix FILE, then attn-zoo run FILE {escape(words)}", soft_wrap=True)
+    elif failures:
         out.print(f"next: attn-zoo retry {escape(shlex.join([str(folder), *given]))}", soft_wrap=True)
