@@ -378,7 +378,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def _old_records(num_again: int) -> str:
-    return f"; {counted(num_again, 'old record')} stay until they are measured again" if num_again else ""
+    return f"; kept until measured again: {counted(num_again, 'old record')}" if num_again else ""
 
 
 MOST_ALIKE = 20

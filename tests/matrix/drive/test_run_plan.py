@@ -171,7 +171,7 @@ def test_retry_runs_only_the_named_statuses_again(tmp_path):
     assert len(list((store.folder / "replaced").iterdir())) == 1
 
 
-def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path):
+def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path, capsys):
     plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
     run(plan, store, engine=FakeEngine())
     before = {path.name: path.read_bytes() for path in (store.folder / "cells").iterdir()}
@@ -189,6 +189,8 @@ def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path
     assert (summary.new, len(summary.left), summary.num_again, summary.exit_code) == (1, 2, 2, 130)
     now = api.status(store.folder)
     assert (len(now.done), len(now.left), now.num_again) == (1, 2, 2)
+    print_standing(now, [], store.folder, [])
+    assert "1 done, 2 left; kept until measured again: 2 old records" in capsys.readouterr().out
     assert {record.cell.seq_len: record.duration_s for record in store.records()} == {16: 2.0, 32: 1.0, 64: 1.0}
     last = FakeEngine(duration_s=3.0)
     summary = run(plan, store, engine=last, retry_statuses=["ok"])
