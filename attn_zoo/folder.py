@@ -55,6 +55,32 @@ class Claim:
     depends_on_padding: bool = False
 
 
+RunShard = tuple[str, int, int]
+"""Name of a matrix, I and N of a run of its I-th of N parts; 1 of 1 is a run of all."""
+
+
+def missing_shards(shards: Iterable[RunShard]) -> str:
+    """Return which shards have not run, of matrices of which others have, in words; empty where none is missing.
+
+    >>> missing_shards([("quick", 1, 3), ("quick", 2, 3)])
+    'shard 3 of 3 has not run here'
+    """
+    ran: dict[str, dict[int, set[int]]] = {}
+    for name, index, count in shards:
+        ran.setdefault(name, {}).setdefault(count, set()).add(index)
+    said = []
+    for name, by_count in ran.items():
+        if any(len(found) == count for count, found in by_count.items()):
+            continue  # that is all of the matrix
+        for count, found in by_count.items():
+            number, left = count - len(found), (str(each) for each in range(1, count + 1) if each not in found)
+            which = f"shard{'s' * (number > 1)} {', '.join(islice(left, _MOST_SHARDS))}"
+            more = f" and {number - _MOST_SHARDS} more" if number > _MOST_SHARDS else ""
+            of = f"{count} of {name}" if len(ran) > 1 else f"{count}"
+            said.append(f"{which}{more} of {of} {'has' if number == 1 else 'have'} not run here")
+    return "; ".join(said)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
     """What `run.json` holds.
@@ -67,7 +93,7 @@ class RunInfo:
         environments: by the digest that records name.
         claims: by variant, as stored; see `Claim`.
         planned: cells that the runs into the folder were to make; None where the folder does not say.
-        shards: (name of the matrix, I, N) of each run, 1 of 1 of a run of all; None where the folder does not say.
+        shards: what the runs were of; None where the folder does not say.
         stopped: why the last of these runs ended early, in words; empty where it did not, or was killed.
         problems: what could not be read, one sentence each.
     """
@@ -79,27 +105,14 @@ class RunInfo:
     environments: dict[str, Environment] = field(default_factory=dict)
     claims: dict[str, Any] = field(default_factory=dict)
     planned: tuple[Cell, ...] | None = None
-    shards: tuple[tuple[str, int, int], ...] | None = None
+    shards: tuple[RunShard, ...] | None = None
     stopped: str = ""
     problems: tuple[str, ...] = ()
 
     @property
     def missing_shards(self) -> str:
-        """Which shards have not run, of matrices of which others have, in words; empty where none is known to miss."""
-        ran: dict[str, dict[int, set[int]]] = {}
-        for name, index, count in self.shards or ():
-            ran.setdefault(name, {}).setdefault(count, set()).add(index)
-        said = []
-        for name, by_count in ran.items():
-            if any(len(found) == count for count, found in by_count.items()):
-                continue  # that is all of the matrix
-            for count, found in by_count.items():
-                number, left = count - len(found), (str(each) for each in range(1, count + 1) if each not in found)
-                which = f"shard{'s' * (number > 1)} {', '.join(islice(left, _MOST_SHARDS))}"
-                more = f" and {number - _MOST_SHARDS} more" if number > _MOST_SHARDS else ""
-                of = f"{count} of {name}" if len(ran) > 1 else f"{count}"
-                said.append(f"{which}{more} of {of} {'has' if number == 1 else 'have'} not run here")
-        return "; ".join(said)
+        """Which shards have not run, in words; see `missing_shards`."""
+        return missing_shards(self.shards or ())
 
     def names_of(self, digest: str) -> frozenset[str]:
         """Return the digests that records name and that mean this environment today.
@@ -151,7 +164,7 @@ class Run:
         begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
-        missing_shards: which shards have not run, in words; empty where none is known to miss.
+        shards: what the runs into it were of; empty where the folder does not say.
         num_unread: records that were not wanted.
         is_wanted: tells of a cell whether its record was.
         strays: keys of records that are of no planned cell.
@@ -171,7 +184,7 @@ class Run:
     begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
-    missing_shards: str = ""
+    shards: tuple[RunShard, ...] = ()
     num_unread: int = 0
     is_wanted: Callable[[Cell], bool] = _is_cell
     strays: frozenset[str] = frozenset()
@@ -243,7 +256,7 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
         begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in scan.records and cell.key not in unread),
-        missing_shards=info.missing_shards,
+        shards=info.shards or (),
         num_unread=len(unread),
         is_wanted=is_wanted,
         strays=frozenset() if info.planned is None else frozenset(keys.values()) - planned,
@@ -325,7 +338,7 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
         raise FolderError(f"{path}: damaged: {type(error).__name__} {error}; {WITHOUT_INFO}") from None
 
 
-def _read_shards(entries: Iterable[Any]) -> tuple[tuple[str, int, int], ...]:
+def _read_shards(entries: Iterable[Any]) -> tuple[RunShard, ...]:
     shards = tuple((str(name), int(index), int(count)) for name, index, count in entries)
     if wrong := [shard for shard in shards if not 1 <= shard[1] <= shard[2]]:
         raise ValueError(f"there is no shard {wrong[0][1]} of {wrong[0][2]}")

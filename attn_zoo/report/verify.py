@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from attn_zoo.errors import counted
-from attn_zoo.folder import Run, read_run
+from attn_zoo.folder import Run, missing_shards, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Approximation, Cell, Timing
 from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS
@@ -83,8 +83,8 @@ def _digests(subject: _Subject) -> Found:
 
 
 def _complete(subject: _Subject) -> Found:
-    if subject.run.missing_shards:
-        yield "run.json", subject.run.missing_shards
+    if missing := missing_shards(subject.run.shards):
+        yield "run.json", missing
     for one in subject.results.left:
         why = f" ({one.record.reason})" if one.record.reason else ""
         yield one.cell.id, f"planned, and has no record{why}"

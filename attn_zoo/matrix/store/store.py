@@ -424,9 +424,11 @@ class Store:
         Raises:
             StoreError: not writable.
         """
+        if not keys:
+            return
         text = "\n".join([*sorted(statuses), *sorted(str(_asked(cell)) for cell in planned)])
         marks = self._again / hashlib.sha256(text.encode()).hexdigest()[:16]
-        if not keys or any((marks / cell.key).exists() for cell in planned):
+        if any((marks / cell.key).exists() for cell in planned):
             return
         shutil.rmtree(marks, ignore_errors=True)  # those of sources that changed since
         with whole_folder(marks) as folder:

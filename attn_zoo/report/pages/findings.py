@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from attn_zoo.errors import counted
-from attn_zoo.folder import Run
+from attn_zoo.folder import Run, missing_shards
 from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup
@@ -247,13 +247,13 @@ def completeness(analysis: Analysis) -> str:
 
     Where only a part of a matrix was planned, or some of its shards have not run, that is said too.
     """
-    said = []
+    # Folders of shards may be read together.
+    missing = missing_shards(shard for run in analysis.results.runs for shard in run.shards)
+    said = [f"{capital(missing)}."] if missing else []
     for run in analysis.results.runs:
         where = f"{run.name}: " if len(analysis.results.runs) > 1 else ""
         if part := _part_of_matrix(run):
             said.append(f"{where}{part}")
-        if run.missing_shards:
-            said.append(f"{where}{run.missing_shards if where else capital(run.missing_shards)}.")
         if run.planned is None:
             gaps = some(text for panel in analysis.panels for text in _gaps(panel, run))
             beside = f"; no record, where others of the panel have one: {gaps}" if gaps else ""
