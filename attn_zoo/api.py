@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_zoo.displays import Checks, Run
-from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, suggestion
+from attn_zoo.errors import ConfigError, FolderError, UnknownNameError, UnsupportedError, suggestion
 
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
@@ -91,7 +91,7 @@ def run(
         device: `"cpu"` or `"cuda"` instead of what the matrix says.
         shard: `"I/N"`: the I-th of N parts only.
         time_limit_min: minutes after which no further cell starts.
-        retry: statuses of records that are run again.
+        retry: statuses of records that are run again; each stays until the next one is there.
         jobs: trainings at once, or other cells without a timing, on Ray for each GPU or node; timings run alone.
         engine: `"local"` or `"ray"`.
         address: of the Ray cluster.
@@ -167,7 +167,7 @@ def run_again(
     track: str | None = None,
     progress: bool = True,
 ) -> Run:
-    """Run the cells of a results folder again that failed; the old records move to its folder `replaced`.
+    """Run the cells of a results folder again that failed; the old records are kept in its folder `replaced`.
 
     What runs into the folder were to make and did not is made too; not what they left out of a matrix.
 
@@ -391,13 +391,15 @@ def _path(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
 
 def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool = False) -> Plan:
     """Return what the runs into a folder were to make, shards and other parts of a matrix too, by today's sources."""
-    from attn_zoo.folder import cell_files, read_info
+    from attn_zoo.folder import WITHOUT_INFO, cell_files, read_info
     from attn_zoo.matrix.plan.expand import make_plan
     from attn_zoo.matrix.plan.schema import restore_matrix
     from attn_zoo.matrix.store.kept_sources import load_kept
     from attn_zoo.matrix.store.store import asked_before, with_known_data
 
     info = read_info(folder)
+    if not info.matrices:
+        raise FolderError(f"{folder / 'run.json'}: names no matrix; {WITHOUT_INFO}")
     foreign = load_kept(folder)
     try:
         plans = [
@@ -411,7 +413,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     if info.planned is not None:
         cells = with_known_data(cells, info.planned)
         cells = asked_before(cells, info.planned, {path.stem for path in cell_files(folder)})
-    return replace(plans[-1], cells=tuple(cells))
+    return replace(plans[-1], cells=tuple(cells), is_whole=False)
 
 
 def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
@@ -440,8 +442,9 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         doubt = f"{unseen} is not known: {error.problems[0][1]}; files of variants are named by --variant-file"
         cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
     scan = store.scan([item.cell for item in cells])
-    found = standing(cells, list(scan.records.values()), store.repeats.count())
-    return replace(found, has_plan=has_plan, doubt=doubt, problems=scan.problems)
+    found = standing(cells, list(scan.records.values()), store.repeats.count(), store.marked_again())
+    missing = store.info(has_plan=False).missing_shards
+    return replace(found, has_plan=has_plan, doubt=doubt, missing_shards=missing, problems=scan.problems)
 
 
 def check(

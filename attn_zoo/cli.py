@@ -367,7 +367,8 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
         left = [item.cell.id for item in now.left]
         begun = {item.cell.id: now.begun[item.cell.key] for item in now.left if item.cell.key in now.begun}
         roofs = [one.to_dict() for one in ceilings]
-        console.print_json({"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": roofs})
+        found = {"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": roofs}
+        console.print_json({**found, "missing_shards": now.missing_shards})
     else:
         console.print_standing(now, [ceilings_text(one) for one in ceilings], folder, files or [])
 

@@ -203,9 +203,12 @@ def merge(
     out: Annotated[Path, typer.Option(help="Results folder to make.", show_default=False)],
 ) -> None:
     """Make one results folder of the shards of one plan; refuse unlike plans and cells that were measured twice."""
+    from attn_zoo.folder import read_info
     from attn_zoo.matrix.store.merge import merge as merge_folders
 
-    console.say(f"wrote {merge_folders(sources, out)}; next: attn-zoo status {shlex.quote(str(out))}")
+    path = merge_folders(sources, out)
+    missing = f"; {text}" if (text := read_info(path, has_plan=False).missing_shards) else ""
+    console.say(f"wrote {path}{missing}; next: attn-zoo status {shlex.quote(str(out))}")
 
 
 @results.command()

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from attn_zoo.errors import counted
 from attn_zoo.metadata import big_o
+from attn_zoo.records import ANSWERS
 
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
@@ -369,9 +370,15 @@ def print_summary(summary: Summary) -> None:
         why = f" ({summary.stopped})" if summary.stopped else ""
         out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
         kept = f", with {counted(summary.num_repeats, 'repeat')} of them" if summary.num_repeats else ""
-        out.print(f"the same command goes on from here{kept}")
+        out.print(f"the same command goes on from here{kept}{_old_records(summary.num_again)}")
+    elif summary.missing_shards:
+        out.print(f"{escape(summary.missing_shards)}; if they did elsewhere, attn-zoo merge joins the folders")
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
+
+
+def _old_records(num_again: int) -> str:
+    return f"; kept until measured again: {counted(num_again, 'old record')}" if num_again else ""
 
 
 MOST_ALIKE = 20
@@ -421,9 +428,13 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     other = f"; {counted(len(now.other), 'record')} of other matrices" if now.other else ""
     begun = f" ({len(now.begun)} begun, with {counted(sum(now.begun.values()), 'repeat')})" if now.begun else ""
     left = f", {len(now.left)} left" if now.has_plan else ""
-    out.print(f"{len(now.done)} done{left}{begun}{stale}{other}")
-    if now.doubt:
-        out.print(escape(now.doubt))
-    if any(record.status not in {"ok", "unsupported"} for record in now.done):
-        given = [word for path in files for word in ("--variant-file", str(path))]
+    out.print(f"{len(now.done)} done{left}{begun}{_old_records(now.num_again)}{stale}{other}")
+    for text in filter(None, (now.missing_shards, now.doubt)):
+        out.print(escape(text))
+    given = [word for path in files for word in ("--variant-file", str(path))]
+    failures = counts.keys() - ANSWERS
+    if failures == {"timeout"}:  # once more would take as long
+        words = shlex.join(["--out", str(folder), *given, "--retry", "timeout"])
+        out.print(f"next: raise timeout_s in the matrix FILE, then attn-zoo run FILE {escape(words)}", soft_wrap=True)
+    elif failures:
         out.print(f"next: attn-zoo retry {escape(shlex.join([str(folder), *given]))}", soft_wrap=True)

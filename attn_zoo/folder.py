@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ MAX_BYTES = 2**28
 """Of a file of ours. The largest records hold the answers to all items of a test set, some megabytes."""
 MOST_READ = 20_000
 """Records of a folder that are all read, even if some would do."""
+WITHOUT_INFO = "to go on, run the same matrix into a new folder with --time-limit 0 and copy all but run.json there"
+"""What to do with a folder whose `run.json` is damaged."""
+_MOST_SHARDS = 5
+"""That a sentence names."""
 
 Choose = Callable[[Iterable[Cell]], Callable[[Cell], bool]]
 """From all cells of a folder that have a record, what tells which of them are wanted."""
@@ -50,6 +55,32 @@ class Claim:
     depends_on_padding: bool = False
 
 
+RunShard = tuple[str, int, int]
+"""Name of a matrix, I and N of a run of its I-th of N parts; 1 of 1 is a run of all."""
+
+
+def missing_shards(shards: Iterable[RunShard]) -> str:
+    """Return which shards have not run, of matrices of which others have, in words; empty where none is missing.
+
+    >>> missing_shards([("quick", 1, 3), ("quick", 2, 3)])
+    'shard 3 of 3 has not run here'
+    """
+    ran: dict[str, dict[int, set[int]]] = {}
+    for name, index, count in shards:
+        ran.setdefault(name, {}).setdefault(count, set()).add(index)
+    said = []
+    for name, by_count in ran.items():
+        if any(len(found) == count for count, found in by_count.items()):
+            continue  # that is all of the matrix
+        for count, found in by_count.items():
+            number, left = count - len(found), (str(each) for each in range(1, count + 1) if each not in found)
+            which = f"shard{'s' * (number > 1)} {', '.join(islice(left, _MOST_SHARDS))}"
+            more = f" and {number - _MOST_SHARDS} more" if number > _MOST_SHARDS else ""
+            of = f"{count} of {name}" if len(ran) > 1 else f"{count}"
+            said.append(f"{which}{more} of {of} {'has' if number == 1 else 'have'} not run here")
+    return "; ".join(said)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
     """What `run.json` holds.
@@ -62,6 +93,7 @@ class RunInfo:
         environments: by the digest that records name.
         claims: by variant, as stored; see `Claim`.
         planned: cells that the runs into the folder were to make; None where the folder does not say.
+        shards: what the runs were of; None where the folder does not say.
         stopped: why the last of these runs ended early, in words; empty where it did not, or was killed.
         problems: what could not be read, one sentence each.
     """
@@ -73,8 +105,14 @@ class RunInfo:
     environments: dict[str, Environment] = field(default_factory=dict)
     claims: dict[str, Any] = field(default_factory=dict)
     planned: tuple[Cell, ...] | None = None
+    shards: tuple[RunShard, ...] | None = None
     stopped: str = ""
     problems: tuple[str, ...] = ()
+
+    @property
+    def missing_shards(self) -> str:
+        """Which shards have not run, in words; see `missing_shards`."""
+        return missing_shards(self.shards or ())
 
     def names_of(self, digest: str) -> frozenset[str]:
         """Return the digests that records name and that mean this environment today.
@@ -126,6 +164,7 @@ class Run:
         begun: repeats of cells that have no record yet, as not all of their processes have run.
         planned: how many cells it was to have; None where the folder does not say, as those of older versions.
         left: planned cells that have no record.
+        shards: what the runs into it were of; empty where the folder does not say.
         num_unread: records that were not wanted.
         is_wanted: tells of a cell whether its record was.
         strays: keys of records that are of no planned cell.
@@ -145,6 +184,7 @@ class Run:
     begun: tuple[Record, ...] = ()
     planned: int | None = None
     left: tuple[Cell, ...] = ()
+    shards: tuple[RunShard, ...] = ()
     num_unread: int = 0
     is_wanted: Callable[[Cell], bool] = _is_cell
     strays: frozenset[str] = frozenset()
@@ -216,6 +256,7 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
         begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in scan.records and cell.key not in unread),
+        shards=info.shards or (),
         num_unread=len(unread),
         is_wanted=is_wanted,
         strays=frozenset() if info.planned is None else frozenset(keys.values()) - planned,
@@ -266,7 +307,7 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
     try:
         data = _read_object(path)
     except StoreError as error:
-        raise FolderError(f"{path}: {error}") from None
+        raise FolderError(f"{path}: {error}; {WITHOUT_INFO}") from None
     if not isinstance(data.get("schema"), int):
         raise FolderError(f"{path}: not written by attn_zoo (it names no schema)")
     _refuse_newer(data["schema"], path)
@@ -274,13 +315,13 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
     try:
         planned = unpack_cells(data["planned"]) if has_plan and "planned" in data else None
     except (StoreError, KeyError, TypeError, ValueError) as error:
-        problems.append(f"run.json: the planned cells were skipped: {error}")
+        problems.append(f"run.json: the planned cells cannot be read: {error}")
     try:
         for digest, entry in data["environments"].items():
             try:
                 environments[digest] = Environment.from_dict(entry if isinstance(entry, dict) else {})
             except StoreError as error:
-                problems.append(f"run.json: environment {digest} was skipped: {error}")
+                problems.append(f"run.json: environment {digest} cannot be read: {error}")
         return RunInfo(
             schema=data["schema"],
             created=str(data["created"]),
@@ -289,11 +330,19 @@ def read_info(folder: Path, *, has_plan: bool = True) -> RunInfo:
             environments=environments,
             claims=dict(data.get("claims") or {}),
             planned=planned,
+            shards=_read_shards(data["shards"]) if "shards" in data else None,
             stopped=str(data.get("stopped") or ""),
             problems=tuple(problems),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FolderError(f"{path}: damaged: {type(error).__name__} {error}") from None
+        raise FolderError(f"{path}: damaged: {type(error).__name__} {error}; {WITHOUT_INFO}") from None
+
+
+def _read_shards(entries: Iterable[Any]) -> tuple[RunShard, ...]:
+    shards = tuple((str(name), int(index), int(count)) for name, index, count in entries)
+    if wrong := [shard for shard in shards if not 1 <= shard[1] <= shard[2]]:
+        raise ValueError(f"there is no shard {wrong[0][1]} of {wrong[0][2]}")
+    return shards
 
 
 def pack_cells(cells: Iterable[Cell]) -> list[dict[str, Any]]:

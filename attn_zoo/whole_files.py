@@ -20,6 +20,12 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 """Error numbers of a full disk."""
 
 
+class _DiskFullError(FolderError):
+    """A disk is full, which is no mistake in the call. Caches do without a file then, as after any `FolderError`."""
+
+    exit_code = StoreError.exit_code
+
+
 def read_regular(path: Path, most_bytes: int) -> bytes:
     """Return the content of a file; a pipe or a device, which may have no end, is refused without waiting for it.
 
@@ -75,7 +81,18 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        raise FolderError(f"{path}: {error.strerror}; nothing of it was left behind") from None
+        raise _DiskFullError(f"{path}: {error.strerror}; nothing of it was left behind") from None
+
+
+@contextmanager
+def _placing(path: Path) -> Iterator[None]:
+    """Turn what the system says against a file or folder at a place into one sentence; a full disk is named outside."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 @contextmanager
@@ -104,15 +121,14 @@ def whole_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
     The file and its folder are synced to disk. A killed process may leave a hidden file `.<name>-*.tmp`.
 
     Raises:
-        FolderError: the file exists or its folder cannot be written (before the block), or the disk is full.
+        FolderError: the file exists or its folder cannot be written (before the block); or the disk is full, with the
+            exit code of a `StoreError`.
     """
     if not replace:
         _must_be_new(path)
     with _naming(path), ExitStack() as stack:
-        try:
+        with _placing(path):
             temporary = stack.enter_context(_renamed(path))
-        except OSError as error:
-            raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
         yield temporary
 
 
@@ -150,14 +166,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it gets its name when the block ends well, and leaves no trace otherwise.
 
     Raises:
-        FolderError: something of that name exists, the folder above cannot be written, or the disk is full.
+        FolderError: something of that name exists, or the folder above cannot be written; or the disk is full, with
+            the exit code of a `StoreError`.
     """
     _must_be_new(path)
-    try:
+    with _naming(path), _placing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name[:100]}-", suffix=".tmp"))
-    except OSError as error:
-        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
     try:
         inner = temporary / "content"  # mkdtemp's own folder is closed to everybody else
         inner.mkdir()

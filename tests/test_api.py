@@ -18,11 +18,12 @@ import torch
 
 import attn_zoo
 from attn_zoo import api
-from attn_zoo.errors import ConfigError, StoreError, UnknownNameError, UnsupportedError
+from attn_zoo.errors import ConfigError, FolderError, StoreError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.plan.schema import shipped_matrices
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from attn_zoo.registry import variants
+from tests.report.synthetic import write_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +101,14 @@ def test_of_a_part_of_a_matrix_no_more_is_left_or_run_again(tmp_path, monkeypatc
     with Store(folder).writing(part.matrix.model_dump(mode="json"), None, planned=[replace(first, batch_size=9)]):
         pass
     assert len(api.status(folder).left) == len(api.plan(matrix()).cells) - 1, "no part of what the matrix says today"
+
+
+@pytest.mark.parametrize("matrices", [[], "quick"])
+def test_a_folder_that_names_no_matrix_says_so_and_what_to_do(matrices, tmp_path):
+    folder = write_run(tmp_path / "run", [], matrices=matrices)
+    for ask in (api.status, api.run_again):
+        with pytest.raises(FolderError, match=r"run\.json: names no matrix; to go on, run the same matrix"):
+            ask(folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")

@@ -635,9 +635,21 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
 
 def test_what_to_type_next_names_the_files_that_were_given(tmp_path, capsys):
     """Without them the source that was measured is run again, not the one that was mended since."""
-    folder = write_run(tmp_path / "a run", [replace(scaling("full", 512), status="timeout", reason="slow")])
-    print_standing(api.status(folder), [], folder, [Path("my file.py")])
+    failures = [replace(scaling("full", n), status="error", reason="raised") for n in (512, 1024)]
+    folder, files = write_run(tmp_path / "a run", failures), [Path("my file.py")]
+    print_standing(api.status(folder), [], folder, files)
     assert capsys.readouterr().out.endswith(f"next: attn-zoo retry '{folder}' --variant-file 'my file.py'\n")
+
+
+def test_after_time_outs_alone_the_limit_is_to_be_raised_first(tmp_path, capsys):
+    slow = replace(scaling("full", 512), status="timeout", reason="slow")
+    wrong = replace(scaling("full", 1024), status="error", reason="raised")
+    folder = tmp_path / "a run"
+    raised = f"next: raise timeout_s in the matrix FILE, then attn-zoo run FILE --out '{folder}' --retry timeout"
+    for records, said in (([slow, scaling("full", 64)], raised), ([slow, wrong], f"next: attn-zoo retry '{folder}'")):
+        print_standing(api.status(write_run(folder, records)), [], folder, [])
+        assert capsys.readouterr().out.endswith(f"{said}\n")
+        shutil.rmtree(folder)
 
 
 def test_one_is_said_in_the_singular(capsys):

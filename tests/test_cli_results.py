@@ -221,6 +221,9 @@ def test_shards_are_merged(call, tmp_path, monkeypatch):
     assert done.code == 0
     assert done.out.endswith("next: attn-zoo status 'all of it'\n"), "as a shell takes it"
     assert len(list((tmp_path / "all of it" / "cells").iterdir())) == 2
+    for number in (1, 2):
+        write_run(tmp_path / str(number), [scaling("v", 512 * number)], shards=[["quick", number, 3]])
+    assert "; shard 3 of 3 has not run here; next:" in call("merge", "1", "2", "--out", "three").out
     again = call("merge", "one", "two", "--out", "all of it")
     assert (again.code, "exists already" in again.err) == (2, True)
 

@@ -102,7 +102,7 @@ def test_what_was_planned_and_left_is_read_and_unknown_in_older_folders(tmp_path
     assert (old.planned, old.left, old.stopped) == (None, (), "")
     damaged = read_run(write_run(tmp_path / "damaged", [done], planned=[{"cell": {"nonsense": 1}, "at": [[1, 2]]}]))
     assert damaged.planned is None
-    assert "the planned cells were skipped" in damaged.warnings[0]
+    assert "the planned cells cannot be read" in damaged.warnings[0]
 
 
 def test_folders_that_name_each_host_apart_are_one_environment(tmp_path):

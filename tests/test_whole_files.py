@@ -51,9 +51,22 @@ def test_a_failure_on_the_way_leaves_nothing(manager, tmp_path):
 @pytest.mark.parametrize("manager", [whole_file, whole_folder])
 def test_a_full_disk_is_one_sentence(manager, tmp_path):
     expected = pytest.raises(FolderError, match="No space left on device; nothing of it was left behind")
-    with expected, manager(tmp_path / "out"):
+    with expected as caught, manager(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.exit_code == 4, "no mistake in the call"
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("manager", [whole_file, whole_folder])
+def test_a_disk_that_is_full_from_the_start_is_no_mistake_in_the_call(manager, tmp_path, monkeypatch):
+    def refuse(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("mkstemp", "mkdtemp"):
+        monkeypatch.setattr(f"attn_zoo.whole_files.tempfile.{name}", refuse)
+    with pytest.raises(FolderError, match="out: No space left on device") as caught, manager(tmp_path / "out"):
+        pass
+    assert caught.value.exit_code == 4
 
 
 @pytest.mark.parametrize("manager", [whole_file, whole_folder])

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 from attn_zoo.errors import ConfigError, counted
-from attn_zoo.folder import Run, read_run
+from attn_zoo.folder import Run, missing_shards, read_run
 from attn_zoo.packed_run import opened
 from attn_zoo.records import Approximation, Cell, Timing
 from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS
@@ -88,6 +88,8 @@ def _digests(subject: _Subject) -> Found:
 
 
 def _complete(subject: _Subject) -> Found:
+    if missing := missing_shards(subject.run.shards):
+        yield "run.json", missing
     for one in subject.results.left:
         why = f" ({one.record.reason})" if one.record.reason else ""
         yield one.cell.id, f"planned, and has no record{why}"
@@ -188,7 +190,7 @@ def _trials(subject: _Subject) -> Found:
 CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {
     "schema": ("every file is a record of this version or an older one", _schema),
     "digests": ("a record is of the cell that its file is named after, of the plan, of a described machine", _digests),
-    "complete": ("every planned cell has a record", _complete),
+    "complete": ("every planned cell has a record, and every shard has run", _complete),
     "numbers": ("the numbers of a record do not contradict each other", _numbers),
     "limits": ("nothing is faster than the machine can be", _limits),
     "gate": ("nothing was timed, or compared with exact attention, before it passed its correctness gate", _gate),

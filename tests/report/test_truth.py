@@ -129,6 +129,11 @@ def test_a_finished_run_says_nothing_of_it_and_an_older_one_that_nobody_knows(tm
     run = write_run(tmp_path / "new", records, planned=pack_cells(record.cell for record in records))
     assert completeness(analyse([run])) == ""
     assert status_table(analyse([run])).note == "Every planned cell was run and gave a measurement."
+    planned = pack_cells(record.cell for record in records)
+    part = write_run(tmp_path / "part", records, planned=planned, shards=[["quick", 1, 3], ["quick", 2, 3]])
+    assert completeness(analyse([part])) == "Shard 3 of 3 has not run here."
+    rest = write_run(tmp_path / "rest", [], planned=[], shards=[["quick", 3, 3]])
+    assert "hard" not in completeness(analyse([part, rest])), "read together they are all of them"
     old = analyse([write_run(tmp_path / "old", [*records, scaling("bigbird", 512)])])
     assert completeness(old).startswith("4 cells; how many were planned is not known; no record, where others")
     assert "bigbird forward at 1k" in completeness(old)

@@ -158,6 +158,14 @@ def test_the_plan_is_what_records_are_held_against(tmp_path):
     ]
 
 
+def test_a_shard_that_has_not_run_is_missing(tmp_path):
+    records = sound()
+    planned = pack_cells(record.cell for record in records)
+    folder = write_run(tmp_path / "run", records, planned=planned, shards=[["quick", 1, 3], ["quick", 2, 3]])
+    (fault,) = verify(folder)
+    assert (fault.check, fault.text) == ("complete", "shard 3 of 3 has not run here")
+
+
 def test_results_of_a_newer_version_are_an_error(tmp_path):
     folder = write_run(tmp_path / "run", sound(), schema=SCHEMA_VERSION + 1)
     with pytest.raises(ConfigError, match="written by a newer attn_zoo"):

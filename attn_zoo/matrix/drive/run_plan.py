@@ -223,12 +223,14 @@ class Standing:
 
     Args:
         done: cells with a record.
-        left: cells without.
+        left: cells without, and those whose records are to be measured again.
         stale: records whose source or data changed since: kept, but not part of the plan any more.
         other: records of other matrices.
         begun: repeats that cells of `left` have already, by key.
+        num_again: how many cells of `left` have a record, which stays until the next one is there.
         has_plan: what was planned is known; otherwise nothing can be said of `left`.
         doubt: what is not known, one sentence; empty where the matrix could be planned anew.
+        missing_shards: which shards have not run here, in words.
         problems: files that are no records, each with the reason.
     """
 
@@ -237,8 +239,10 @@ class Standing:
     stale: tuple[Record, ...]
     other: tuple[Record, ...]
     begun: Mapping[str, int] = field(default_factory=dict)
+    num_again: int = 0
     has_plan: bool = True
     doubt: str = ""
+    missing_shards: str = ""
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -249,9 +253,11 @@ class Summary:
     Args:
         counts: cells of the plan by status, records of earlier runs included.
         new: how many of them are new.
-        left: cells without a record.
+        left: cells without a record, and those whose records are still to be measured again.
         num_repeats: repeats that cells of `left` have already.
+        num_again: how many cells of `left` have a record.
         stopped: why it ended early: `"interrupted"`, `"time limit"`, or None.
+        missing_shards: which shards have not run here, in words.
         folder: where the records are.
     """
 
@@ -259,7 +265,9 @@ class Summary:
     new: int = 0
     left: tuple[PlannedCell, ...] = ()
     num_repeats: int = 0
+    num_again: int = 0
     stopped: str | None = None
+    missing_shards: str = ""
     folder: Path = Path()
 
     @property
@@ -272,19 +280,31 @@ class Summary:
 
 
 def standing(
-    cells: Sequence[PlannedCell], records: Sequence[Record], repeats: Mapping[str, int] | None = None
+    cells: Sequence[PlannedCell],
+    records: Sequence[Record],
+    repeats: Mapping[str, int] | None = None,
+    again: Collection[str] = (),
 ) -> Standing:
-    """Compare planned cells with the records of a folder, and the number of repeats of cells not done, by key."""
+    """Compare planned cells with the records of a folder.
+
+    Args:
+        cells: of the plan.
+        records: of the folder.
+        repeats: how many there are of cells that are not done, by key.
+        again: keys of cells whose records are to be measured again.
+    """
     by_key = {record.cell.key: record for record in records}
     planned = {item.cell.key: item for item in cells}
     outside = [record for key, record in by_key.items() if key not in planned]
     ids = {item.cell.id for item in cells} if outside else set()
+    done = by_key.keys() - set(again)
     return Standing(
-        done=tuple(by_key[key] for key in planned if key in by_key),
-        left=tuple(item for key, item in planned.items() if key not in by_key),
+        done=tuple(by_key[key] for key in planned if key in done),
+        left=tuple(item for key, item in planned.items() if key not in done),
         stale=tuple(record for record in outside if record.cell.id in ids),
         other=tuple(record for record in outside if record.cell.id not in ids),
-        begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in by_key},
+        begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in done},
+        num_again=sum(key in by_key and key not in done for key in planned),
     )
 
 
@@ -337,7 +357,8 @@ def run(
         engine: supervises the workers; this machine by default.
         time_limit_min: minutes for everything; cells that would likely exceed it are left for another run, and one
             that does is stopped without a record.
-        retry_statuses: records with these statuses are moved aside and run again.
+        retry_statuses: records with these statuses are measured again; each stays until the next one is written. What
+            an interrupted run like this one has measured again already is not among them.
         progress: told what happens; silent by default.
         allow_mixed_env: add to a folder that was measured in another environment.
         data_dir: where tasks find local data.
@@ -371,6 +392,7 @@ def run(
         environment,
         allow_mixed_env=allow_mixed_env,
         shard=plan.shard,
+        is_whole=plan.is_whole,
         claims=stored_claims({item.cell.variant for item in plan.cells}),
         planned=[item.cell for item in plan.cells],
     ) as scan:
@@ -379,12 +401,11 @@ def run(
                 f"not records, and now in {store.folder / 'quarantine'}: {counted(len(scan.problems), 'file')}"
             )
         keep_sources(store.folder, plain_files(plan.cells))
-        records = dict(scan.records)
-        planned = {item.cell.key for item in plan.cells}
-        for key, record in scan.records.items():
-            if record.status in retry_statuses and key in planned and key not in away:
-                store.retire(key)
-                del records[key]
+        planned = {item.cell.key for item in plan.cells} - away
+        retried = [key for key, one in scan.records.items() if one.status in retry_statuses and key in planned]
+        store.mark_again(retry_statuses, [item.cell for item in plan.cells], retried)
+        again = store.marked_again()
+        records = {key: record for key, record in scan.records.items() if key not in again}
         left = estimated(standing(plan.cells, list(records.values())).left)
         limit_s = None if time_limit_min is None else time_limit_min * 60
         info = store.info(has_plan=False)
@@ -434,15 +455,16 @@ def run(
             progress.end()
         if session.stopped:
             store.note_end(session.stopped)
-    for record in session.new:
-        records[record.cell.key] = record
-    now = standing(plan.cells, list(records.values()), store.repeats.count())
+    known = {**scan.records, **{record.cell.key: record for record in session.new}}
+    now = standing(plan.cells, list(known.values()), store.repeats.count(), store.marked_again())
     return Summary(
         counts=dict(Counter(record.status for record in now.done)),
         new=len(session.new),
         left=now.left,
         num_repeats=sum(now.begun.values()),
+        num_again=now.num_again,
         stopped=session.stopped,
+        missing_shards=store.info(has_plan=False).missing_shards,
         folder=store.folder,
     )
 

@@ -34,7 +34,8 @@ class Plan:
         matrix: what was expanded.
         cells: in the order they run: lanes together, lengths ascending.
         device: `"cpu"` or `"cuda"`, what `"auto"` means here.
-        shard: which part of the matrix this is, or None for all.
+        shard: which part of the matrix this is, or None if it is none that others complete.
+        is_whole: these are all cells of the matrix.
         variant_files: plain files that other processes must load to know the variants and tasks of the cells.
     """
 
@@ -42,6 +43,7 @@ class Plan:
     cells: tuple[PlannedCell, ...]
     device: str
     shard: Shard | None = None
+    is_whole: bool = False
     variant_files: tuple[str, ...] = field(default=())
 
     @property
@@ -106,7 +108,14 @@ def make_plan(
         cells = probe(cells, variant_files)
     if has_estimates:
         cells = estimated(cells)
-    return Plan(matrix=matrix, cells=tuple(cells), device=device or auto, shard=shard, variant_files=variant_files)
+    return Plan(
+        matrix=matrix,
+        cells=tuple(cells),
+        device=device or auto,
+        shard=shard,
+        is_whole=shard is None and not only,
+        variant_files=variant_files,
+    )
 
 
 def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> list[list[PlannedCell]]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attn_zoo.errors import FolderError
+from attn_zoo.errors import FolderError, StoreError
 
 _PAUSE_S = 0.2
 
@@ -37,7 +37,8 @@ def hold_lock(
         should_stop: of one lock that is waited for, asked several times a second while it is not free; True raises.
 
     Raises:
-        StoreError: somebody else holds it, or runs another number of shards; the message says who and since when.
+        FolderError: somebody else holds it, or runs another number of shards; the message says who and since when.
+        StoreError: the disk is full.
     """
     if shard is None:
         with _flock(folder / name, fcntl.LOCK_EX, wait, should_stop):
@@ -88,8 +89,11 @@ def _flock(path: Path, kind: int, wait: bool, should_stop: Callable[[], bool] | 
             warnings.warn(f"{path.parent}: this file system has no locks; do not run twice into it", stacklevel=2)
         if kind == fcntl.LOCK_EX and not wait:
             holder = {"pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            except OSError as error:
+                raise StoreError(f"{path}: cannot be written: {error.strerror}") from None
         yield
     finally:
         os.close(descriptor)

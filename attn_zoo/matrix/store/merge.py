@@ -132,5 +132,8 @@ def _merged_info(infos: list[RunInfo]) -> RunInfo:
         environments=environments,
         claims={name: claim for info in reversed(infos) for name, claim in info.claims.items()},
         planned=None if any(info.planned is None for info in infos) else tuple(planned.values()),
+        shards=None
+        if any(info.shards is None for info in infos)
+        else tuple(dict.fromkeys(shard for info in infos for shard in info.shards or ())),
         stopped="; ".join(dict.fromkeys(info.stopped for info in infos if info.stopped)),
     )

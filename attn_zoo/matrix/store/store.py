@@ -8,13 +8,16 @@ logs/<key>.log      what the cell printed
 weights/            what was trained, one file per cell, where the matrix asks to keep it
 sources/            plain files that variants of the run were loaded from
 checkpoints/        state of trainings that have not ended
-replaced/           records that `retry` ran again; repeats of no use
+again/<run>/<key>   marks: the record of this cell is to be measured again, and stays until then
+replaced/           records that were measured again; repeats of no use
 quarantine/         files in `cells` that are no records, each with its reason
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +29,7 @@ from typing import Any
 import attn_zoo
 from attn_zoo.errors import FolderError, StoreError
 from attn_zoo.folder import (
+    WITHOUT_INFO,
     RunInfo,
     Scan,
     pack_cells,
@@ -39,31 +43,26 @@ from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.index import Index
 from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
-from attn_zoo.whole_files import refuse_links, write_whole
+from attn_zoo.whole_files import refuse_links, whole_folder, write_whole
 
 
-def _write_new(path: Path, record: Record, what: str) -> None:
-    """Store a record in the middle of a run, where a place that cannot be written is no mistake in the call."""
-    if path.exists():
-        raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
+def _write(path: Path, content: str | bytes) -> None:
+    """Write a file in the middle of a run, where a place that cannot be written is no mistake in the call."""
     try:
-        write_whole(path, record_text(record))
+        write_whole(path, content)
     except FolderError as error:
         raise StoreError(str(error)) from None
 
 
-def _move_aside(path: Path, folder: Path, key: str) -> None:
-    """Move a file into a folder as `<key>-<n>.json`, where n counts what of this key is there.
+def _write_new(path: Path, record: Record, what: str) -> None:
+    if path.exists():
+        raise StoreError(f"{path}: there is {what} already; nothing is overwritten")
+    _write(path, record_text(record))
 
-    Raises:
-        StoreError: not writable.
-    """
-    try:
-        folder.mkdir(exist_ok=True)
-        number = len(list(folder.glob(f"{key}-*.json"))) + 1
-        path.rename(folder / f"{key}-{number}.json")
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be written: {error.strerror}") from None
+
+def _aside(folder: Path, key: str) -> Path:
+    """Return the path `<key>-<n>.json` in a folder, where n counts what of this key is there."""
+    return folder / f"{key}-{len(list(folder.glob(f'{key}-*.json'))) + 1}.json"
 
 
 class Repeats:
@@ -142,7 +141,11 @@ class Repeats:
         kept = {self._path(key, number) for number in range(1, beyond + 1)}
         for path in self._of(key):
             if path not in kept:
-                _move_aside(path, self._replaced, key)
+                try:
+                    self._replaced.mkdir(exist_ok=True)
+                    path.rename(_aside(self._replaced, key))
+                except OSError as error:
+                    raise StoreError(f"{self._replaced}: cannot be written: {error.strerror}") from None
 
     def tidy(self) -> None:
         """Remove the folder if nothing is left in it; only for a run that has the results folder for itself."""
@@ -151,6 +154,13 @@ class Repeats:
 
     def _of(self, key: str) -> list[Path]:
         return sorted(self._folder.glob(f"{key}-*.json"))
+
+
+def _is_beginning(path: Path) -> bool:
+    """Tell whether this is what a run leaves that could not write its `run.json`."""
+    if path.name in {"cells", "logs"} and path.is_dir():
+        return not any(path.iterdir())
+    return path.name.startswith(".lock") or path.match(".run.json-*.tmp")
 
 
 def _asked(cell: Cell) -> tuple[str, int | None]:
@@ -216,6 +226,7 @@ class Store:
         self.weights = self.folder / "weights"
         self.repeats = Repeats(self.folder)
         self._cells = self.folder / "cells"
+        self._again = self.folder / "again"
         self._info = self.folder / "run.json"
         self._ceilings = self.folder / "ceilings.json"
 
@@ -229,7 +240,7 @@ class Store:
         if self.exists:
             self.info(has_plan=False)
         elif self.folder.is_dir():
-            foreign = sorted(item.name for item in self.folder.iterdir() if not item.name.startswith(".lock"))
+            foreign = sorted(item.name for item in self.folder.iterdir() if not _is_beginning(item))
             if foreign:
                 names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
                 raise FolderError(
@@ -246,7 +257,7 @@ class Store:
         """
         info = read_info(self.folder, has_plan=has_plan)
         if info.problems:
-            raise FolderError(f"{self.folder}: {info.problems[0]}")
+            raise FolderError(f"{self.folder}: {info.problems[0]}; {WITHOUT_INFO}")
         return info
 
     def scan(self, planned: Iterable[Cell] = ()) -> Scan:
@@ -276,6 +287,7 @@ class Store:
         *,
         allow_mixed_env: bool = False,
         shard: tuple[int, int] | None = None,
+        is_whole: bool = False,
         claims: Mapping[str, dict[str, Any]] | None = None,
         planned: Sequence[Cell] = (),
     ) -> Iterator[Scan]:
@@ -289,7 +301,8 @@ class Store:
             matrix: resolved.
             environment: of this machine; None if it measures nothing.
             allow_mixed_env: go on in a folder of another environment.
-            shard: which part of the matrix this run is, or None for all.
+            shard: which part of the matrix this run is, or None if it is none that others complete.
+            is_whole: it is of all cells of the matrix.
             claims: of the variants.
             planned: cells that the run is to make. They are noted beside those of earlier runs; where the source or the
                 data of one changed, the new one takes the place of the old.
@@ -306,7 +319,8 @@ class Store:
             raise FolderError(f"{self.folder}: cannot be written: {error.strerror}") from None
         with hold_lock(self.folder, shard):
             with hold_lock(self.folder, None, name=".lock-info", wait=True):
-                self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned))
+                ran = (1, 1) if is_whole else shard
+                self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned), ran)
             if shard is None:  # nobody else writes, so these were left by a killed run
                 for pattern in (".run.json-*.tmp", ".ceilings.json-*.tmp", "cells/.*.tmp", "parts/.*.tmp"):
                     for path in self.folder.glob(pattern):
@@ -317,6 +331,8 @@ class Store:
             yield scan
             if shard is None:
                 self.repeats.tidy()
+                with suppress(OSError):  # marks are left
+                    self._again.rmdir()
 
     def _enter(
         self,
@@ -325,15 +341,16 @@ class Store:
         allow_mixed_env: bool,
         claims: Mapping[str, dict[str, Any]],
         planned: Sequence[Cell] = (),
+        ran: tuple[int, int] | None = None,
     ) -> None:
-        """Note matrix, environment and plan in `run.json`."""
+        """Note matrix, environment, plan and shard in `run.json`."""
         if self.exists:
             info = self.info()
             if environment is not None and not allow_mixed_env and (problem := info.refusal(environment)):
                 raise FolderError(f"{self.folder}: {problem}")
         else:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            info = RunInfo(created=now, version=attn_zoo.__version__, planned=())
+            info = RunInfo(created=now, version=attn_zoo.__version__, planned=(), shards=())
         matrices = info.matrices if dict(matrix) in info.matrices else (*info.matrices, dict(matrix))
         environments = dict(info.environments)
         if environment is not None:
@@ -342,8 +359,12 @@ class Store:
         cells = None
         if info.planned is not None:  # else the folder began under a version that noted no plan, and stays unknown
             cells = _followed(info.planned, planned)
+        shards = info.shards
+        if shards is not None and ran is not None:  # likewise
+            shards = tuple(dict.fromkeys((*shards, (str(matrix.get("name")), *ran))))
         claimed = {**info.claims, **claims}
-        entered = replace(info, matrices=matrices, environments=environments, claims=claimed, planned=cells, stopped="")
+        entered = replace(info, matrices=matrices, environments=environments, claims=claimed, stopped="")
+        entered = replace(entered, planned=cells, shards=shards)
         if entered != info or not self.exists:
             self.write_info(entered)
 
@@ -358,6 +379,7 @@ class Store:
             "claims": info.claims,
             "stopped": info.stopped,
             **({} if info.planned is None else {"planned": pack_cells(info.planned)}),
+            **({} if info.shards is None else {"shards": info.shards}),
         }
         write_whole(self._info, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 
@@ -388,17 +410,53 @@ class Store:
         data = {"schema": SCHEMA_VERSION, "ceilings": [best[subject].to_dict() for subject in sorted(best, key=str)]}
         write_whole(self._ceilings, json.dumps(data, indent=1, sort_keys=True, allow_nan=False))
 
+    def mark_again(self, statuses: Iterable[str], planned: Sequence[Cell], keys: Collection[str]) -> None:
+        """Mark records that are to be measured again. Each stays, and is what is read, until `write` has the next one.
+
+        Where marks are left of another run that asked for the same, that one was interrupted: nothing more is marked,
+        so that this run goes on from there.
+
+        Args:
+            statuses: that the run measures again.
+            planned: its cells.
+            keys: of those whose records have such a status.
+
+        Raises:
+            StoreError: not writable.
+        """
+        if not keys:
+            return
+        text = "\n".join([*sorted(statuses), *sorted(str(_asked(cell)) for cell in planned)])
+        marks = self._again / hashlib.sha256(text.encode()).hexdigest()[:16]
+        if any((marks / cell.key).exists() for cell in planned):
+            return
+        shutil.rmtree(marks, ignore_errors=True)  # those of sources that changed since
+        with whole_folder(marks) as folder:
+            for key in keys:
+                (folder / key).touch()
+
+    def marked_again(self) -> set[str]:
+        """Return the keys of cells that are to be measured again."""
+        return {mark.name for mark in self._again.glob("[!.]*/*")}
+
     def write(self, record: Record) -> None:
-        """Store a record, once and for all.
+        """Store a record, once and for all; one that it was marked to follow is kept in `replaced`.
 
         Raises:
             StoreError: the disk is full or not writable, or there is a record of this cell already.
         """
-        _write_new(self._cells / f"{record.cell.key}.json", record, "a record of this cell")
-
-    def retire(self, key: str) -> None:
-        """Move a record to `replaced`, so that its cell runs again."""
-        _move_aside(self._cells / f"{key}.json", self.folder / "replaced", key)
+        key = record.cell.key
+        path, marks = self._cells / f"{key}.json", list(self._again.glob(f"[!.]*/{key}"))
+        if marks and path.exists():
+            text = record_text(record)
+            _write(_aside(self.folder / "replaced", key), path.read_bytes())
+            _write(path, text)
+        else:
+            _write_new(path, record, "a record of this cell")
+        for mark in marks:
+            with suppress(OSError):  # the last one of its run takes the folder with it
+                mark.unlink()
+                mark.parent.rmdir()
 
     def _quarantine(self, name: str, reason: str) -> None:
         target = self.folder / "quarantine"

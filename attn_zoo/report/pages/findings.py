@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from attn_zoo.errors import counted
-from attn_zoo.folder import Run
+from attn_zoo.folder import Run, missing_shards
 from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup
@@ -245,9 +245,11 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
 def completeness(analysis: Analysis) -> str:
     """Return how much of what was planned was run, and what is left; empty where all of it was.
 
-    Where only a part of a matrix was planned, that is said too.
+    Where only a part of a matrix was planned, or some of its shards have not run, that is said too.
     """
-    said = []
+    # Folders of shards may be read together.
+    missing = missing_shards(shard for run in analysis.results.runs for shard in run.shards)
+    said = [f"{capital(missing)}."] if missing else []
     for run in analysis.results.runs:
         where = f"{run.name}: " if len(analysis.results.runs) > 1 else ""
         if part := _part_of_matrix(run):

@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from attn_zoo.errors import ConfigError, counted
+from attn_zoo.folder import missing_shards
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
@@ -204,7 +205,9 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
         said=tuple(clean(text) for text in findings(analysis)[:MOST_FINDINGS])
         if lead or not told
         else tuple(map(clean, told)),
-        unfinished=clean(completeness(analysis)) if analysis.results.left else "",
+        unfinished=clean(completeness(analysis))
+        if analysis.results.left or any(missing_shards(run.shards) for run in analysis.results.runs)
+        else "",
         cells=counted(len(observations), "cell"),
         measured=min((one.record.started[:10] for one in observations if one.record.started), default=""),
         boards=tuple(_boards(folder, where, analysis)),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from attn_zoo.errors import UnknownNameError
+from attn_zoo.folder import missing_shards
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table
@@ -161,7 +162,9 @@ def status_table(analysis: Analysis) -> Table:
     if any(run.num_unread for run in analysis.results.runs):
         note = _OF_READ if rows else _NONE_READ_FAILED
     else:
-        is_known = all(run.planned is not None for run in analysis.results.runs)
+        runs = analysis.results.runs
+        is_known = all(run.planned is not None for run in runs)
+        is_known &= not missing_shards(shard for run in runs for shard in run.shards)
         note = "" if rows else _ALL_RAN if is_known else _NONE_FAILED
     return Table(
         name="status",

@@ -119,6 +119,20 @@ def test_a_run_that_is_stopped_loses_the_running_repeat_only(tmp_path):
     assert parts_of(store) == []
 
 
+def test_a_retry_that_is_stopped_goes_on_with_its_own_repeats(tmp_path):
+    plan, store = plan_of(), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine())
+    old = {record.cell.key: record for record in store.records()}
+    summary = run(plan, store, engine=FakeEngine(stop_at=(32, 1)), retry_statuses=["ok"])
+    assert (summary.new, summary.num_repeats, summary.num_again) == (0, 3, 2)
+    assert {record.cell.key: record for record in store.records()} == old
+    engine = FakeEngine()
+    summary = run(plan, store, engine=engine, retry_statuses=["ok"])
+    assert engine.visited == [(32, 1), (16, 2), (32, 2)]
+    assert (summary.new, summary.left, parts_of(store)) == (2, (), [])
+    assert len(list((store.folder / "replaced").iterdir())) == 2
+
+
 def test_a_failure_in_the_first_repeat_is_final(tmp_path):
     store, engine = Store(tmp_path / "run"), FakeEngine(fails={(32, 0): "gate_failed"})
     stream = io.StringIO()

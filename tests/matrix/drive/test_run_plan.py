@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from attn_zoo import api
+from attn_zoo.console import print_standing, print_summary
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
@@ -168,6 +169,75 @@ def test_retry_runs_only_the_named_statuses_again(tmp_path):
     assert [name.split("/")[3] for name in again.started] == ["L32"]
     assert summary.counts == {"ok": 2, "crashed": 1}
     assert len(list((store.folder / "replaced").iterdir())) == 1
+
+
+def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path, capsys):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine())
+    before = {path.name: path.read_bytes() for path in (store.folder / "cells").iterdir()}
+    summary = run(plan, store, engine=FakeEngine(), retry_statuses=["ok"], time_limit_min=0)
+    assert (len(summary.left), summary.num_again, summary.counts) == (3, 3, {})
+    assert {path.name: path.read_bytes() for path in (store.folder / "cells").iterdir()} == before
+    assert not (store.folder / "replaced").exists()
+
+    def press(item):
+        if item.cell.seq_len == 32:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    summary = run(plan, store, engine=FakeEngine(before=press, duration_s=2.0), retry_statuses=["ok"])
+    assert (summary.new, len(summary.left), summary.num_again, summary.exit_code) == (1, 2, 2, 130)
+    now = api.status(store.folder)
+    assert (len(now.done), len(now.left), now.num_again) == (1, 2, 2)
+    print_standing(now, [], store.folder, [])
+    assert "1 done, 2 left; kept until measured again: 2 old records" in capsys.readouterr().out
+    assert {record.cell.seq_len: record.duration_s for record in store.records()} == {16: 2.0, 32: 1.0, 64: 1.0}
+    last = FakeEngine(duration_s=3.0)
+    summary = run(plan, store, engine=last, retry_statuses=["ok"])
+    assert [name.split("/")[3] for name in last.started] == ["L32", "L64"], "what it has measured again already, stays"
+    assert (summary.counts, summary.left) == ({"ok": 3}, ())
+    assert {path.name.partition("-")[0] for path in (store.folder / "replaced").iterdir()} == {
+        name.removesuffix(".json") for name in before
+    }
+    assert not (store.folder / "again").exists()
+    anew = FakeEngine()
+    run(plan, store, engine=anew, retry_statuses=["ok"])
+    assert len(anew.started) == 3, "nothing is left of the first retry, so this is another"
+
+
+def test_an_interrupted_retry_goes_on_without_saying_so_and_beside_another(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32]), Store(tmp_path / "run")
+    run(plan, store, engine=FakeEngine(statuses={32: "timeout"}))
+    run(plan, store, engine=FakeEngine(), retry_statuses=["timeout"], time_limit_min=0)
+    part = replace(plan, cells=plan.cells[:1], shard=(1, 2))
+    run(part, store, engine=FakeEngine(), retry_statuses=["ok"], time_limit_min=0)
+    assert api.status(store.folder).num_again == 2
+    engine = FakeEngine()
+    run(replace(plan, cells=plan.cells[1:], shard=(2, 2)), store, engine=engine)
+    assert [name.split("/")[3] for name in engine.started] == ["L32"]
+    assert store.marked_again() == {plan.cells[0].cell.key}
+
+
+def test_a_shard_that_has_not_run_is_named_until_it_has(tmp_path, capsys):
+    matrix, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]).matrix, Store(tmp_path / "run")
+    for number in (1, 2):
+        summary = run(make_plan(matrix, shard=(number, 3)), store, engine=FakeEngine())
+    assert (summary.left, summary.exit_code) == ((), 0)
+    print_summary(summary)
+    now = api.status(store.folder)
+    print_standing(now, [], store.folder, [])
+    assert capsys.readouterr().out.count("shard 3 of 3 has not run here") == 2
+    assert (len(now.done), now.left) == (2, ())
+    run(replace(make_plan(matrix), cells=(), is_whole=False), store, engine=FakeEngine(), retry_statuses=["error"])
+    assert api.status(store.folder).missing_shards, "running records again is no shard"
+    assert run(make_plan(matrix, shard=(3, 3)), store, engine=FakeEngine()).missing_shards == ""
+
+
+def test_a_run_of_all_leaves_no_shard_out_and_one_of_a_part_says_nothing_of_them(tmp_path):
+    matrix, store = tiny_plan(["fake_ok"], seq_len=[16, 32]).matrix, Store(tmp_path / "run")
+    assert run(make_plan(matrix, shard=(1, 2)), store, engine=FakeEngine()).missing_shards
+    assert run(make_plan(matrix, only=["*L16/*"]), store, engine=FakeEngine()).missing_shards
+    assert run(make_plan(matrix), store, engine=FakeEngine()).missing_shards == ""
 
 
 def test_records_of_changed_sources_are_stale_and_of_other_matrices_other(tmp_path):

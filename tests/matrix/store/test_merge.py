@@ -41,6 +41,14 @@ def test_shards_become_the_run_that_one_machine_would_have_made(tmp_path):
     assert Store(merged).scan().problems == {}
 
 
+def test_a_merged_folder_knows_which_shards_it_lacks(tmp_path):
+    shards = [shard(tmp_path / str(n), [512 * n], shards=[["quick", n, 3]]) for n in (1, 2)]
+    missing = "shard 3 of 3 has not run here"
+    assert read_info(merge(shards, tmp_path / "two")).missing_shards == missing
+    older = shard(tmp_path / "3", [2048])
+    assert read_info(merge([*shards, older], tmp_path / "all")).missing_shards == "", "the older one does not say"
+
+
 def test_packed_runs_merge_and_what_both_have_is_kept_once(tmp_path):
     first, second = shard(tmp_path / "1", [512, 1024]), shard(tmp_path / "2", [1024, 2048])
     merged = merge([share(first, tmp_path / "1.zip"), second], tmp_path / "all")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -79,9 +80,28 @@ def test_nothing_is_overwritten_and_retry_keeps_the_old_record(store):
         store.write(record(16, status="error"))
     key = record(16).cell.key
     for number in (1, 2):
-        store.retire(key)
-        assert (store.folder / "replaced" / f"{key}-{number}.json").is_file()
-        store.write(record(16))
+        before = (store.folder / "cells" / f"{key}.json").read_bytes()
+        store.mark_again(["ok"], [record(16).cell], [key])
+        store.write(record(16, duration_s=number))
+        assert (store.folder / "replaced" / f"{key}-{number}.json").read_bytes() == before
+        assert store.marked_again() == set()
+
+
+def test_a_record_stays_until_the_next_one_is_written(store, monkeypatch):
+    (first, key), before = ((one := record(16)), one.cell.key), snapshot(store.folder)
+    store.mark_again(["ok"], [first.cell], [key])
+    monkeypatch.setattr("attn_zoo.whole_files._sync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.write(first)
+    assert before.items() <= snapshot(store.folder).items()
+    assert store.marked_again() == {key}
+
+
+def test_marks_of_sources_that_changed_since_hold_up_no_other_run(store):
+    old, today = (replace(record(16).cell, variant_digest=digest) for digest in ("old", "new"))
+    store.mark_again(["ok"], [old], [old.key])
+    store.mark_again(["ok"], [today], [today.key])
+    assert store.marked_again() == {today.key}
 
 
 def test_foreign_folders_and_files_are_refused_untouched(tmp_path):
@@ -146,6 +166,27 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(store):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("big.json: cannot be written: File too large")
     assert snapshot(store.folder) == before
+
+
+def test_a_disk_that_is_full_at_the_start_is_named_and_the_same_call_goes_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = Store(tmp_path / "run")
+    for where, named in (("matrix.store.lock.os.pwrite", r"\.lock"), ("whole_files._sync", r"run\.json")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"attn_zoo.{where}", refuse)
+            expected = pytest.raises(StoreError, match=f"{named}: cannot be written: No space left on device")
+            with expected as caught, store.writing(MATRIX, environment()):
+                pass
+        assert caught.value.exit_code == 4
+    (store.folder / ".run.json-killed.tmp").touch()
+    (store.folder / "logs" / "mine.log").touch()
+    with pytest.raises(FolderError, match="holds logs; choose another folder"):
+        store.check()
+    (store.folder / "logs" / "mine.log").unlink()
+    with store.writing(MATRIX, environment()):
+        store.write(record(16))
 
 
 def test_left_overs_of_a_killed_write_are_removed_by_the_next_run(store):
@@ -296,6 +337,23 @@ def test_a_damaged_run_json_is_named(text, store):
         store.writing(MATRIX, environment()).__enter__()
 
 
+@pytest.mark.parametrize("spoil", [{"environments": 1}, {"environments": {"0": 1}}, {"planned": [1]}])
+def test_a_folder_whose_run_json_is_damaged_goes_on_beside_a_new_one(spoil, store, tmp_path):
+    store.repeats.write(record(64), 1)
+    path = store.folder / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **spoil}))
+    with pytest.raises(FolderError, match="run the same matrix into a new folder with --time-limit 0") as caught:
+        store.info()
+    assert "skipped" not in str(caught.value)
+    new = Store(tmp_path / "new")
+    with new.writing(MATRIX, environment()):
+        pass
+    path.unlink()
+    shutil.copytree(store.folder, new.folder, dirs_exist_ok=True)
+    with new.writing(MATRIX, environment()) as scan:
+        assert (len(scan.records), scan.problems, new.repeats.count()) == (2, {}, {record(64).cell.key: 1})
+
+
 def test_environments_do_not_mix_unless_asked(store):
     other = environment(threads=1, versions={"torch": "2.14.0"})
     with pytest.raises(FolderError, match=r"threads: then 2, now 1; versions.torch: then 2.13.0, now 2.14.0"):
@@ -409,6 +467,42 @@ def test_shards_share_a_folder_but_not_with_themselves(store):
             store.writing(MATRIX, environment(), shard=(2, 2)).__enter__()
         with pytest.raises(FolderError, match="in use"):
             store.writing(MATRIX, environment()).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("ran", "words"),
+    [
+        ([(1, 3), (2, 3)], "shard 3 of 3 has not run here"),
+        ([(3, 3), None], "shards 1, 2 of 3 have not run here"),
+        ([(1, 1000)], "shards 2, 3, 4, 5, 6 and 994 more of 1000 have not run here"),
+        ([(1, 2), (1, 3), (2, 3), (3, 3)], ""),
+        ([(1, 2), (1, 1)], ""),
+        ([None], ""),
+    ],
+)
+def test_a_folder_knows_which_shards_have_not_run(ran, words, tmp_path):
+    store = Store(tmp_path / "run")
+    for shard in ran:
+        whole = shard == (1, 1)
+        with store.writing(MATRIX, environment(), shard=None if whole else shard, is_whole=whole):
+            assert store.info().shards is not None
+    assert store.info().missing_shards == words
+
+
+def test_shards_of_two_matrices_are_told_apart_and_an_older_folder_says_nothing_of_them(store):
+    for name in ("one", "two"):
+        with store.writing({"name": name}, environment(), shard=(1, 2)):
+            pass
+    one, two = (f"shard 2 of 2 of {name} has not run here" for name in ("one", "two"))
+    assert store.info().missing_shards == f"{one}; {two}"
+    path = store.folder / "run.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({name: data[name] for name in data if name != "shards"}))
+    with store.writing({"name": "one"}, environment(), shard=(1, 2)):
+        assert (store.info().shards, store.info().missing_shards) == (None, "")
+    path.write_text(json.dumps({**data, "shards": [["one", 3, 2]]}))
+    with pytest.raises(FolderError, match="damaged: ValueError there is no shard 3 of 2"):
+        store.info()
 
 
 def test_the_lock_of_a_killed_holder_is_free(store):
