@@ -61,7 +61,7 @@ def test_a_variant_of_hidden_states_and_of_the_past_alone_is_tried_too(built):
 def test_nothing_is_tried_when_the_time_is_over(built):
     rows = doctor.diagnose_backends("cpu", lambda: -1.0)
     assert built[0] == []
-    assert {text for *_, text in rows} == {"not tried: there was no time left (--wait waits)"}
+    assert {text for *_, text in rows} == {"not tried: no time was left (--wait waits)"}
 
 
 def test_the_limit_counts_from_the_start_of_the_process(built, monkeypatch, capsys):

@@ -59,7 +59,7 @@ GROUP = {"variants": ["full"], "seq_len": 16}
         ({"protocol": "lra-smal"}, "step[0].protocol: unknown protocol 'lra-smal'; did you mean 'lra-small'?"),
         (
             {"variants": [{"name": "full", "compiled": True}]},
-            "step[0].variants[0].compiled: unknown key  (keys of a variant's table are name, label, options, compile)",
+            "step[0].variants[0].compiled: unknown key; did you mean 'compile'?  (keys of a variant's table are name, ",
         ),
         (
             {"variants": ["full", {"name": "full", "compile": True}]},

@@ -92,7 +92,7 @@ def test_trainings_that_were_begun_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"name": "other"}, "one ran quick, the other other"),
+        ({"name": "other"}, "one has the matrix quick, the other other"),
         ({"matrices": [{"name": "quick", "seeds": 2}]}, "their matrices differ in seeds"),
     ],
 )
