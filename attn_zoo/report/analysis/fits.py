@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Literal
 
 from attn_zoo.errors import counted
@@ -330,9 +330,9 @@ def _crossing(label: str, exact: str, pairs: Pairs, quantity: Quantity, *, is_ma
 
 def _of_single_medians(result: Crossover, own: _ByLength, other: _ByLength) -> Crossover:
     """Return a crossing of times of the GPU with the interval that `DEVICE_SPREAD` of their ratio leaves."""
-    baseline = {length: values[:1] for length, values in other.items()}
+    baseline = {length: [geometric_mean(values)] for length, values in other.items()}
     early, late = (
-        crossover({length: [factor * values[0]] for length, values in own.items()}, baseline)
+        crossover({length: [factor * geometric_mean(values)] for length, values in own.items()}, baseline)
         for factor in (1 / DEVICE_SPREAD, DEVICE_SPREAD)
     )
     support = fmean(one.kind == result.kind for one in (early, result, late))

@@ -12,7 +12,7 @@ from attn_zoo.report.analysis.training_runs import TrainingRun
 
 Axis = Literal["steps", "flops", "seconds"]
 What = Literal["validation", "train_loss"]
-COMPILED_FIRST = "Seconds of compiling are counted before the first step."
+COMPILED_FIRST = "seconds of compiling are counted before the first step"
 AXES: tuple[Axis, ...] = ("steps", "flops", "seconds")
 
 

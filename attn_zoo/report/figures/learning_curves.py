@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attn_zoo.report.analysis.learning import Axis, What, compiles, mean_curve, seed_curves
+from attn_zoo.report.analysis.learning import COMPILED_FIRST, Axis, What, compiles, mean_curve, seed_curves
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import draw_mark, score_axis
 from attn_zoo.report.figures.page import Page
@@ -41,7 +41,7 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
         on_test = " on test" if name in group.floors else ""
         note += f"; level line: {name.replace('_', ' ')}, {group.metric.show(value)}{on_test}"
     if "seconds" in axes_of and compiles(scores):
-        note += "; seconds of compiling are counted before the first step"
+        note += f"; {COMPILED_FIRST}"
     if group.is_shared and "seconds" in axes_of:
         note += "; times are of runs that shared their device"
     lost = [f"{score.name} {len(score.failures)}" for score in group.scores if score.failures]

@@ -240,7 +240,7 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
             "Best validation score within what every variant has spent, mean over seeds.",
             "Steps are those after self-pretraining; other costs count it." if _is_pretrained(group) else "",
             f"{spent} of an evaluation are those of the whole run times its share of the steps." if spent else "",
-            COMPILED_FIRST if "seconds" in limits and compiles(group.scores) else "",
+            f"{capital(COMPILED_FIRST)}." if "seconds" in limits and compiles(group.scores) else "",
         ),
         columns=(text_column("variant", priority=0), *columns),
         rows=rows,
