@@ -454,6 +454,7 @@ def check(
     device: str = "cpu",
     only: Iterable[str] | str = (),
     progress: bool = True,
+    apart: bool = False,
 ) -> Checks:
     """Check a variant against every promise it makes, in this process.
 
@@ -463,6 +464,8 @@ def check(
         device: `"cpu"` or `"cuda"`.
         only: names of checks; by default all (`attn-zoo list checks`).
         progress: say on the standard error stream which check it is that takes long.
+        apart: in a process of its own, which takes two seconds more: there it may crash or end the process, which is
+            then what was found, and of what it prints only the last lines are shown.
 
     Raises:
         UnknownNameError: no such variant or check.
@@ -470,13 +473,21 @@ def check(
         UnsupportedError: no such device here, or it does not run there.
     """
     from attn_zoo.conformance import run_checks
-    from attn_zoo.console import told_if_slow
+    from attn_zoo.console import tell, told_if_slow
     from attn_zoo.registry import variants
 
     name = variant if isinstance(variant, str) else _name_of(variant)
     variants.plain_file(name)  # or what is checked is no more what its file says
     around = told_if_slow if progress else nullcontext
-    checks = _listed("only", only) or None
-    results = Checks(run_checks(name, options or None, device=_device(device), checks=checks, around=around))
+    settings: dict[str, Any] = {"device": _device(device), "checks": _listed("only", only) or None, "around": around}
+    if apart:
+        from attn_zoo.matrix.checks_apart import run_checks_apart
+
+        found, printed = run_checks_apart(name, options or None, **settings)
+        if printed and progress:
+            tell(f"last lines that {name} printed:\n{printed}")
+    else:
+        found = run_checks(name, options or None, **settings)
+    results = Checks(found)
     results.variant = name
     return results

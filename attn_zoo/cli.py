@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import tomllib
-from contextlib import redirect_stdout
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
@@ -225,8 +224,7 @@ def check(
     with console.told_if_slow("loading torch and all variants"):
         variants[name]  # or it is unknown, which is said before anything is checked
     console.tell(f"checking {name}")
-    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # whatever a variant prints
-        results = api.check(name, _options(option), device=device, only=only or ())
+    results = api.check(name, _options(option), device=device, only=only or (), apart=True)
     if as_json:
         console.print_json([asdict(result) for result in results])
     else:

@@ -59,6 +59,7 @@ def run_checks(
     max_seq_len: int = 128,
     seed: int = 0,
     around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    tell: Callable[[CheckResult], None] = lambda _: None,
 ) -> list[CheckResult]:
     """Check the promises of a variant, in every direction, form and dtype that it declares.
 
@@ -74,6 +75,7 @@ def run_checks(
             of the variant. Probes of single promises use up to 1100 tokens.
         seed: of the builds.
         around: makes a context for each check, given its place and name, such as `"[3/45] modes"`, to show progress.
+        tell: takes each result as soon as it is found.
 
     Returns:
         One result per check, in the order of `CHECKS`.
@@ -122,6 +124,7 @@ def run_checks(
                 if found[-1].outcome == "failed":  # nothing is stronger, and of equal ones the first decides
                     break
         results.append(_strongest(check, found))
+        tell(results[-1])
     return results
 
 

@@ -52,8 +52,11 @@ def ask_python(
     *,
     request: bytes = b"",
     should_stop: Callable[[], bool] = lambda: False,
+    hear: Callable[[bytes], None] = lambda _: None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run Python in a session of its own, ended after `limit_s` or when `should_stop` says so; return what it said.
+
+    `hear` is given all that it has said so far, several times a second.
 
     Raises:
         subprocess.TimeoutExpired: it had to be ended; holds what it had said by then.
@@ -71,6 +74,8 @@ def ask_python(
             while exit_code is None and time.monotonic() < end and not should_stop():
                 with suppress(subprocess.TimeoutExpired):
                     exit_code = child.wait(0.2)
+                # Read at a place: whoever moves the file's own moves the child's too.
+                hear(os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0))
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)

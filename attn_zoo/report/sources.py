@@ -85,7 +85,11 @@ def _rows_of_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 def _rows_of_parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        yield from plain_rows(pd.read_parquet(path, engine="pyarrow"))
+        from pyarrow.fs import LocalFileSystem
+
+        # Or pandas opens it: a thread of Arrow's that holds a file of Python's aborts the process, or hangs, where it
+        # ends just then: github.com/apache/arrow/issues/50482.
+        yield from plain_rows(pd.read_parquet(path, engine="pyarrow", filesystem=LocalFileSystem()))
     except ImportError:
         raise UnsupportedError(
             "parquet", "parquet needs pyarrow, which is not installed; pip install pyarrow"

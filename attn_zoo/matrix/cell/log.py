@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from attn_zoo.errors import StoreError
 
@@ -41,6 +42,39 @@ def keep_short(path: Path | str) -> None:
             os.write(log, b"\n... something was cut here: a log is kept short ...\n" + tail)
         finally:
             os.close(log)
+
+
+_END_BYTES, _END_LINES = 8000, 14
+
+
+def end_of(log: Path) -> str:
+    """Return the last lines of a log: after a crash, the stacks that faulthandler wrote."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _END_BYTES))
+            return last_lines(file.read())
+    except OSError:
+        return ""
+
+
+def last_lines(printed: bytes) -> str:
+    """Return the last lines of what a process printed: after a crash, the stacks that faulthandler wrote."""
+    text = printed.decode("utf-8", "replace")
+    start = text.rfind("Fatal Python error")
+    lines = [line for line in text[max(start, 0) :].splitlines() if not line.startswith("Extension modules:")]
+    return "\n".join(lines[:_END_LINES] if start >= 0 else lines[-_END_LINES:])
+
+
+def private_streams() -> tuple[IO[str], IO[str]]:
+    """Return (orders, answers) and point descriptors 0 and 1 elsewhere, so that no variant can disturb them."""
+    orders = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return orders, answers
 
 
 class _PatientFile(io.FileIO):

@@ -10,21 +10,9 @@ import gc
 import json
 import os
 import sys
-from typing import IO
 
-from attn_zoo.matrix.cell.log import be_patient, log_to
+from attn_zoo.matrix.cell.log import be_patient, log_to, private_streams
 from attn_zoo.matrix.limits import be_first_to_die, die_with_parent
-
-
-def _private_streams() -> tuple[IO[str], IO[str]]:
-    """Return (orders, answers) and point descriptors 0 and 1 elsewhere, so that no variant can disturb them."""
-    orders = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return orders, answers
 
 
 def main() -> None:
@@ -32,7 +20,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     place = int(sys.argv[2])
     be_first_to_die()
-    orders, answers = _private_streams()
+    orders, answers = private_streams()
     be_patient()
     # Before "ready", so that no cell pays for it: torch, and what is registered in this package and installed ones.
     # All of it stays to the end: looking through it for garbage takes a quarter of a start, and then of every cell.

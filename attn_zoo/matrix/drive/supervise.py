@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from attn_zoo.matrix.cell.log import end_of
 from attn_zoo.matrix.drive.engines.process import START_TIMEOUT_S, Ended
 from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
@@ -126,7 +127,6 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
 
 _MAX_ATTEMPTS = 2
 _FOREIGN = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_TAIL_BYTES, _TAIL_LINES = 8000, 14
 
 
 def run_bundle(
@@ -179,7 +179,7 @@ def run_bundle(
                 bundle=bundle,
                 attempt=attempt,
                 exit_code=answer.exit_code,
-                trace=_tail(pool.log(left[0])),
+                trace=end_of(pool.log(left[0])),
             )
             attempt = 1
     for item in items:
@@ -230,17 +230,3 @@ def _classify(ended: Ended, timeout_s: float, attempt: int) -> tuple[Status, str
         again = f" ({attempt} attempts)" if attempt > 1 else ""
         return "crashed", f"the process was ended by {known.get(number, f'signal {number}')}{where}{again}"
     return "crashed", f"the process ended with exit code {ended.exit_code} and no result{where}"
-
-
-def _tail(log: Path) -> str:
-    """Return the end of a log: after a crash, the stacks that faulthandler wrote."""
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    start = text.rfind("Fatal Python error")
-    lines = [line for line in text[max(start, 0) :].splitlines() if not line.startswith("Extension modules:")]
-    return "\n".join(lines[:_TAIL_LINES] if start >= 0 else lines[-_TAIL_LINES:])

@@ -5,6 +5,7 @@ Tables are read by PyArrow straight from the file, into memory: the network is n
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,10 @@ def read_parquet(name: str, paths: Mapping[str, Path]) -> dict[str, datasets.Dat
     tables = {}
     for key, path in paths.items():
         try:
-            with path.open("rb") as file:
+            # Python's file says in words why it cannot be opened. Arrow reads its own: one of its threads that holds a
+            # file of Python's aborts the process, or hangs, where that ends just then:
+            # github.com/apache/arrow/issues/50482.
+            with path.open("rb"), arrow.OSFile(os.fsencode(path)) as file:
                 tables[key] = datasets.Dataset(arrow.parquet.ParquetFile(file).read())
         except (OSError, ValueError, TypeError, KeyError, AttributeError, arrow.ArrowException) as error:
             if isinstance(error, OSError) and error.strerror:
