@@ -46,7 +46,18 @@ Folder = Annotated[Path, typer.Argument(help="Results folder of a run.")]
 TimeLimit = Annotated[
     float | None, typer.Option(metavar="MIN", min=0.0, help="Minutes after which no further cell starts.")
 ]
-VariantName = Annotated[str, typer.Argument(help="Of the variant: attn-zoo list.", show_default=False)]
+
+
+def _no_file(name: str) -> str:
+    if name.endswith(".py"):
+        registered = "a file is given by --variant-file, and NAME is what it registers"
+        raise ConfigError("NAME", [("", f"expected the name of a variant; got {name!r}: {registered}")])
+    return name
+
+
+VariantName = Annotated[
+    str, typer.Argument(help="Of the variant: attn-zoo list.", show_default=False, callback=_no_file)
+]
 MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")]
 
 

@@ -293,6 +293,9 @@ def variant_data(info: VariantInfo) -> dict[str, Any]:
     }
 
 
+_MOST_NAMES = 3  # of checks that met one fault
+
+
 def print_checks(results: Checks) -> None:
     """Print one line per check, and beneath the table what failed with its smallest example."""
     told = {result.check for result in results.failed}
@@ -304,8 +307,9 @@ def print_checks(results: Checks) -> None:
         place = result.message.rpartition(" (")[2] if result.has_raised else ""
         faults.setdefault(place or result.message, []).append(result)
     for first, *others in faults.values():
-        names = ", ".join(result.check for result in (first, *others))
-        out.print(f"[bold red]{escape(names)}[/bold red]: {escape(first.message)}")
+        names = ", ".join(result.check for result in (first, *others)[:_MOST_NAMES])
+        more = f" and {len(others) + 1 - _MOST_NAMES} more" if len(others) >= _MOST_NAMES else ""
+        out.print(f"[bold red]{escape(names)}{more}[/bold red]: {escape(first.message)}")
         if first.example:
             out.print(f"  smallest example: {escape(first.example)}")
     out.print(escape(str(results)))

@@ -266,6 +266,21 @@ def test_what_raises_at_one_place_is_told_once(capsys):
     assert [line.partition(":")[0] for line in told[:-1]] == ["modes, causality", "dropout", "decode", "carry"]
 
 
+def test_of_many_checks_that_meet_one_fault_three_are_named(capsys):
+    results = Checks(CheckResult(check=name, outcome="failed", message="differs") for name in "abcde")
+    results.variant = "mine"
+    print_checks(results)
+    assert "a, b, c and 2 more: differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_a_file_in_the_place_of_a_name_is_told_where_files_go(call, command):
+    answer = call(command, "variants/mine.py")
+    assert (answer.code, answer.out) == (2, "")
+    told = "NAME: expected the name of a variant; got 'variants/mine.py': a file is given by --variant-file, "
+    assert answer.err.startswith(told)
+
+
 def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("new", "matrix", "mine").code == 0

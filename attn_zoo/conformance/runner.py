@@ -244,7 +244,9 @@ def _run_once(check: Check, subject: Subject) -> CheckResult:
     except ConfigError as error:  # sizes or options that do not fit each other, which a cell would be told too
         outcome: Outcome = "refused" if subject.may_refuse else "failed"
         return result(outcome=outcome, message=str(error), example=_words(subject))
-    except (Exception, SystemExit) as error:  # a variant may raise anything: the finding; no memory says nothing of it
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a variant may raise anything: the finding; no memory says nothing of it
         outcome = "error" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "failed"
         return result(outcome=outcome, message=_describe(error), example=_words(subject, error), has_raised=True)
     return result(outcome=finding.outcome, message=finding.message)

@@ -191,7 +191,11 @@ def gradients(
     scalar = objective(output, *others) if weigh is None else weigh(output)
     if not scalar.requires_grad:
         return Gradients(output.detach(), dict.fromkeys(leaves))
-    found = torch.autograd.grad(scalar, list(leaves.values()), allow_unused=True)
+    try:
+        found = torch.autograd.grad(scalar, list(leaves.values()), allow_unused=True)
+    except Exception as error:
+        error.add_note(f"{inputs.words()}, backward")
+        raise
     return Gradients(output.detach(), dict(zip(leaves, found, strict=True)))
 
 

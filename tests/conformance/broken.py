@@ -194,6 +194,13 @@ class TruncatesContext(Softmax):
         return super().attend(query, key[:, :, :length], value[:, :, :length], mask)
 
 
+class AlignsAtTheStart(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        if not self.build.is_causal:
+            return None
+        return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+
+
 class InterleavesGroups(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         repeats = (1, query.shape[1] // key.shape[1], 1, 1)
@@ -259,4 +266,5 @@ SHAPES = (
     Broken(cls=ScalesQueryInPlace, check="inputs_unchanged", also=EVERYTHING),
     Broken(cls=UpcastsUndeclared, check="dtype_support"),
     Broken(cls=UnusedParameter, check="gradients_reach_every_parameter"),
+    Broken(cls=AlignsAtTheStart, check="cross_attention", capabilities={"causal": True, "cross_attention": True}),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,21 @@ class RaisesAtLengthThree(Softmax):
 class EndsTheProcess(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         raise SystemExit(3)
+
+
+class RaisesBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("no gradients today")
+
+
+class HasNoGradients(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query, key, RaisesBackwards.apply(value), mask)
 
 
 class RefusesWhatItDeclares(Softmax):
@@ -113,6 +129,13 @@ def test_a_call_of_sys_exit_is_a_failure_too() -> None:
         result = only(name, "shape_and_dtype")
     assert result.outcome == "failed"
     assert result.message.startswith("SystemExit: 3 (test_runner.py:")
+
+
+def test_what_is_raised_backwards_names_the_call_too() -> None:
+    with registered(Broken(cls=HasNoGradients, check="")) as name:
+        result = only(name, "gradients_reach_every_parameter")
+    assert result.message.startswith("ValueError: no gradients today (test_runner.py:")
+    assert re.fullmatch(r"attention form, B=\d+ H=2 L=\d+ .*, backward", result.example)
 
 
 def test_running_out_of_memory_is_an_error_not_a_failure() -> None:

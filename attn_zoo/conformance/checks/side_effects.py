@@ -55,6 +55,23 @@ def _global_state(subject: Subject) -> Finding:
     return passed()
 
 
+@check("arguments are not written to")
+def _inputs_unchanged(subject: Subject) -> Finding:
+    for module, inputs in subject.cases(subject.lengths[-1 if subject.is_fixed else -2 :], batch_size=1):
+        named = dict(zip(inputs.names, inputs.tensors, strict=True))
+        if inputs.key_padding_mask is not None:
+            named["key_padding_mask"] = inputs.key_padding_mask
+        before = {name: (tensor.clone(), tensor._version) for name, tensor in named.items()}
+        infer(module, inputs)
+        for name, tensor in named.items():
+            old, version = before[name]
+            if not torch.equal(tensor, old):
+                raise Violation(f"changes its argument {name} in place", inputs.words())
+            if tensor._version != version:
+                raise Violation(f"writes to its argument {name} in place", inputs.words())
+    return passed()
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -214,4 +231,4 @@ def _expect_no_cache_by_address(module: Module, inputs: Inputs, expected: Tensor
         )
 
 
-CHECKS = (_global_state, _own_output, _no_memory)
+CHECKS = (_global_state, _inputs_unchanged, _own_output, _no_memory)
