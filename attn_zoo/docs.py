@@ -1,14 +1,19 @@
-"""Generated documents: tables of variants come from the registry, the front page of results from the records."""
+"""Generated documents: tables of variants, the keys of a matrix, the front page of results."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import big_o
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _ANSWERS: dict[object, str] = {True: "yes", False: "no", "masked": "masked, routing sees the future"}
 
@@ -74,10 +79,97 @@ def complexity_table() -> str:
     return "\n".join(lines)
 
 
-DOCUMENTS = ("README.md", "docs/variants.md")
+def matrix_keys() -> str:
+    """Return the keys of a matrix and of each kind of group, with type, default and meaning; shared ones once."""
+    from attn_zoo.matrix.kinds.all_kinds import KINDS
+    from attn_zoo.matrix.plan.schema import Matrix
+
+    said = ["### The file", "", *_key_table([row for row in _keys(Matrix) if row[0] != "`source`"])]
+    groups = {kind.name: _keys(kind.group) for kind in KINDS}
+    entries = {kind.name: _keys(kind.group.entry) for kind in KINDS}
+    everywhere, in_entries = (
+        [row for row in next(iter(rows.values())) if all(row in others for others in rows.values())]
+        for rows in (groups, entries)
+    )
+    said += ["", "### Every group", "", *_key_table(everywhere)]
+    said += ["", "An entry of `variants`, where it is a table:", "", *_key_table(in_entries)]
+    for kind in KINDS:
+        own, beside = (
+            [row for row in rows[kind.name] if row not in shared]
+            for rows, shared in ((groups, everywhere), (entries, in_entries))
+        )
+        summary = (kind.group.__doc__ or "").partition("\n")[0]
+        said += ["", f"### `[[{kind.name}]]`", "", summary, "", *_key_table(own)]
+        if beside:
+            said += ["", "An entry of `variants`, where it is a table, besides:", "", *_key_table(beside)]
+    return "\n".join(said)
+
+
+def _keys(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
+    """Return key, type, default and meaning of each field."""
+    from attn_zoo.attention.build import documented_arguments
+
+    said: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        said |= documented_arguments(inspect.cleandoc(cls.__doc__ or ""))
+    schema = model.model_json_schema()
+    rows = []
+    for name, own in schema["properties"].items():
+        default = "required" if name in schema.get("required", ()) else f"`{_toml(own.get('default'))}`"
+        rows.append((f"`{name}`", _type(own), default.replace("`absent`", "absent"), said.get(name, "")))
+    return rows
+
+
+def _key_table(rows: Iterable[Sequence[str]]) -> list[str]:
+    return markdown_table(("key", "type", "default", "means"), rows)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return (
+        {"object": "table", None: "any"}.get(schema.get("type"), str(schema.get("type")))
+        if "$ref" not in schema
+        else "name or table"
+    )
+
+
+def _toml(value: Any) -> str:
+    """Return a value as a matrix writes it; a list of one as its value."""
+    if value is None or value == {}:
+        return "absent"
+    if isinstance(value, list | tuple):
+        return _toml(value[0]) if len(value) == 1 else f"[{', '.join(map(_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
+
+
+def markdown_text(text: str) -> str:
+    """Return text of which no part is taken for a tag.
+
+    >>> markdown_text("a < b in `<c>`")
+    'a &lt; b in `<c>`'
+    """
+    return re.sub("(`[^`]*`)|<", lambda match: match[1] or "&lt;", text)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    lines = [headings, ("---",) * len(headings), *rows]
+    return ["| " + " | ".join(markdown_text(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+DOCUMENTS = ("README.md", "docs/variants.md", "docs/matrix.md")
 """What has generated tables, below the root of the repository."""
 
-_TABLES: dict[str, Callable[[], str]] = {"variants": variant_table, "complexity": complexity_table}
+_TABLES: dict[str, Callable[[], str]] = {
+    "variants": variant_table,
+    "complexity": complexity_table,
+    "matrix_keys": matrix_keys,
+}
 
 
 def update_tables(path: Path, *, check_only: bool = False) -> bool:

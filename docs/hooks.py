@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from attn_zoo.attention import describe
-from attn_zoo.attention.build import documented_arguments
 from attn_zoo.console import capability_rows, cost_rows, option_rows
+from attn_zoo.docs import markdown_table, markdown_text
 from attn_zoo.registry import Variant, variants
 from attn_zoo.report.pages.leaderboard import Entry, Machine, read_machines
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
-    from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,11 +96,11 @@ def variant_page(variant: Variant) -> str:
         *measurements(variant.name),
         "## How ours differs",
         "",
-        *([f"- {_text(deviation)}" for deviation in paper.deviations] or ["Nothing that we know of."]),
+        *([f"- {markdown_text(deviation)}" for deviation in paper.deviations] or ["Nothing that we know of."]),
         "",
         "## Claimed cost",
         "",
-        *_table(("of a layer", "claim"), cost_rows(info)),
+        *markdown_table(("of a layer", "claim"), cost_rows(info)),
         "",
         (
             "Symbols: B batch size, H heads, L queries, S keys, D head size, E width; others as above. "
@@ -110,11 +109,11 @@ def variant_page(variant: Variant) -> str:
         "",
         "## What it can do",
         "",
-        *_table(("capability", "answer"), capability_rows(info)),
+        *markdown_table(("capability", "answer"), capability_rows(info)),
         "",
         "## Options",
         "",
-        *(_table(("option", "default", "what it does"), option_rows(info)) if info.options else ["None."]),
+        *(markdown_table(("option", "default", "what it does"), option_rows(info)) if info.options else ["None."]),
         "",
         f'??? note "Source: attn_zoo/variants/{source.name}"',
         "",
@@ -143,13 +142,19 @@ def measurements(name: str) -> Iterator[str]:
                 shown.add(board.quantity)
                 page = f"[{run.name}](../results/{run.where}/report.html)"
                 yield from (f"**{machine.words}** ({machine.name}), {page}: {board.title.lower()}", "")
-                yield from _table(board.headings, ([_entry(entry) for entry in row] for row in rows))
-                yield from ("", '??? note "What was measured, and how to read it"', "", f"    {_text(board.note)}", "")
+                yield from markdown_table(board.headings, ([_entry(entry) for entry in row] for row in rows))
+                yield from (
+                    "",
+                    '??? note "What was measured, and how to read it"',
+                    "",
+                    f"    {markdown_text(board.note)}",
+                    "",
+                )
     yield from ("[All machines and mechanisms](../results/index.html).", "")
 
 
 def _entry(entry: Entry) -> str:
-    text = f"**{_text(entry.text)}**" if entry.is_best else _text(entry.text)
+    text = f"**{markdown_text(entry.text)}**" if entry.is_best else markdown_text(entry.text)
     return f"[{text}](../results/{entry.href})" if entry.href else text
 
 
@@ -164,7 +169,7 @@ def _prose(documentation: str) -> Iterator[str]:
         if equation:
             yield from ("", f'<div class="equation">{chr(10).join(equation)}</div>', "")
             equation = []
-        yield _text(line)
+        yield markdown_text(line)
 
 
 _LETTERS = {"phi": "φ", "gamma": "\u03b3", "pi": "π", "Theta": "Θ", "sum": "Σ", "sqrt": "√"}
@@ -189,77 +194,12 @@ def formula(line: str) -> str:
     return line
 
 
-def _text(text: str) -> str:
-    return text.replace("<", "&lt;")
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [headings, ("---",) * len(headings), *rows]
-    return ["| " + " | ".join(_text(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
-
-
 def variant_list() -> str:
     """Return all variants with what each does."""
     infos = [describe(variant.name) for variant in own_variants()]
     return "\n".join(
-        _table(("variant", "what it does"), [(f"[{i.name}](variants/{i.name}.md)", i.summary) for i in infos])
+        markdown_table(("variant", "what it does"), [(f"[{i.name}](variants/{i.name}.md)", i.summary) for i in infos])
     )
-
-
-def matrix_keys() -> str:
-    """Return the keys of a matrix and of each kind of group, with type, default and meaning."""
-    from attn_zoo.matrix.kinds.all_kinds import KINDS
-    from attn_zoo.matrix.plan.schema import Matrix
-
-    said = ["### The file", "", *_keys(Matrix, leave_out=("source",))]
-    for kind in KINDS:
-        entry = kind.group.entry
-        said += [
-            "",
-            f"### `[[{kind.name}]]`",
-            "",
-            (kind.group.__doc__ or "").partition("\n")[0],
-            "",
-            *_keys(kind.group),
-        ]
-        said += ["", f"An entry of `variants`, where it is a table, in `[[{kind.name}]]`:", "", *_keys(entry)]
-    return "\n".join(said)
-
-
-def _keys(model: type[BaseModel], leave_out: tuple[str, ...] = ()) -> list[str]:
-    said: dict[str, str] = {}
-    for cls in reversed(model.__mro__):
-        said |= documented_arguments(inspect.cleandoc(cls.__doc__ or ""))
-    schema = model.model_json_schema()
-    rows = []
-    for name, own in schema["properties"].items():
-        if name not in leave_out:
-            default = "required" if name in schema.get("required", ()) else f"`{_toml(own.get('default'))}`"
-            rows.append((f"`{name}`", _type(own), default.replace("`absent`", "absent"), said.get(name, "")))
-    return _table(("key", "type", "default", "means"), rows)
-
-
-def _type(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"] if one.get("type") != "null")
-    if "enum" in schema:
-        return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    return (
-        {"object": "table", None: "any"}.get(schema.get("type"), str(schema.get("type")))
-        if "$ref" not in schema
-        else "name or table"
-    )
-
-
-def _toml(value: Any) -> str:
-    """Return a value as a matrix writes it; a list of one as its value."""
-    if value is None or value == {}:
-        return "absent"
-    if isinstance(value, list | tuple):
-        return _toml(value[0]) if len(value) == 1 else f"[{', '.join(map(_toml, value))}]"
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
 
 
 def commands() -> str:
@@ -284,7 +224,6 @@ def words() -> str:
 
 FILLED: dict[str, Callable[[], str]] = {
     "variants": variant_list,
-    "matrix_keys": matrix_keys,
     "commands": commands,
     "words": words,
 }
