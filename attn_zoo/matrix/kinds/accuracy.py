@@ -126,9 +126,11 @@ class Accuracy(AbstractKind):
                 task = tasks[name]
             except UnknownNameError as error:
                 problems.append((path, str(error)))
+                own = _protocol_problems({}, group, where)  # the rest may be right under the task's settings
+                problems += [problem for problem in own if problem[0] == f"{where}.protocol"]
                 continue
             problems += _level_problems(task, levels, group.get("is_causal"), where)
-            problems += _protocol_problems(task, group, where)
+            problems += _protocol_problems(task.settings, group, where)
         return list(dict.fromkeys(problems))
 
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
@@ -311,8 +313,8 @@ def _level_problems(task: type[AbstractTask], levels: list[str], is_causal: Any,
                 yield f"{where}.is_causal", f"{text}; got {str(wanted).lower()}"
 
 
-def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where: str) -> list[Problem]:
-    """Check the protocol with the overrides alone, then with every combination of the grid."""
+def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], where: str) -> list[Problem]:
+    """Check the protocol under a task's settings: with the overrides alone, then with every combination of the grid."""
     from attn_zoo.training.protocol import Protocol, resolve_protocol
 
     protocol = group.get("protocol", TaskGroup.model_fields["protocol"].default)
@@ -341,7 +343,7 @@ def _protocol_problems(task: type[AbstractTask], group: Mapping[str, Any], where
     for trial in [{}, *trials]:
         changes = {**overrides, **trial}
         try:
-            resolved = resolve_protocol(protocol, task_settings=task.settings.get(protocol), overrides=changes)
+            resolved = resolve_protocol(protocol, task_settings=settings.get(protocol), overrides=changes)
         except UnknownNameError as error:
             return [*problems, (f"{where}.protocol", str(error))]
         except ConfigError as error:

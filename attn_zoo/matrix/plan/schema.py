@@ -130,6 +130,9 @@ def parse_matrix(data: Mapping[str, Any], source: str, *, allow_cells: int = MAX
     told = {path for path, _ in problems}
     for key in ("defaults", *(kind.name for kind in KINDS)):
         problems += [item for item in plain_problems(data.get(key), key) if item[0] not in told]
+    if not any(data.get(kind.name) for kind in KINDS):
+        kinds = ", ".join(f"[[{kind.name}]]" for kind in KINDS)
+        problems.append(("", f"expected at least one group ({kinds}); got none"))
     if matrix is not None:
         problems += _whole_problems(matrix, allow_cells)
     if problems or matrix is None:
@@ -228,12 +231,9 @@ def _option_problems(name: str, options: Any, path: str) -> list[Problem]:
 
 
 def _whole_problems(matrix: Matrix, allow_cells: int) -> list[Problem]:
-    """Check what no single key can: something to do, not too much of it, labels with one meaning."""
+    """Check what no single key can: not too much to do, labels with one meaning."""
     problems: list[Problem] = []
     groups = list(matrix.groups())
-    if not groups:
-        kinds = ", ".join(f"[[{kind.name}]]" for kind in KINDS)
-        problems.append(("", f"expected at least one group ({kinds}); got none"))
     if matrix.num_cells > allow_cells:
         where, _, worst = max(groups, key=lambda item: item[2].num_cells)
         found = f"this group alone has {worst.num_cells:,}"

@@ -136,6 +136,10 @@ def test_each_mistake_is_named_at_its_place(old, new, expected, tmp_path):
     assert expected in problems_of(GOOD.replace(old, new), tmp_path)
 
 
+def test_one_group_where_a_list_is_expected_is_one_problem(tmp_path):
+    assert "at least one group" not in problems_of(GOOD.replace("[[scaling]]", "[scaling]"), tmp_path)
+
+
 def test_all_problems_at_once_and_each_once(tmp_path):
     text = GOOD.replace("batch_size = 2", "batch_size = -2").replace('["full"]', '["ful"]').replace("32]\n", "'x']\n")
     message = problems_of(text, tmp_path)
@@ -149,8 +153,9 @@ def test_all_problems_at_once_and_each_once(tmp_path):
 
 
 def test_accuracy_groups_are_checked(tmp_path):
-    text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listop"\nseeds=[-1]'
+    text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listop"\nseeds=[-1]\nprotocol="cpu-smal"'
     message = problems_of(text, tmp_path)
+    assert "accuracy[0].protocol: unknown protocol 'cpu-smal'; did you mean 'cpu-small'?" in message
     assert "accuracy[0].task: unknown task 'listop'; did you mean 'listops'?" in message
     assert "accuracy[0].seeds[0]: expected at least 0; got -1" in message
     text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listops"\nlevel="shrt"\nprotocol="cpu-smal"\nseq_len=1'
