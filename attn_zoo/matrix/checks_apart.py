@@ -19,6 +19,7 @@ from attn_zoo.discovery.providers import tried_imports
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.cell.log import be_patient, last_lines, private_streams
 from attn_zoo.matrix.limits import die_with_parent, num_oom_kills
+from attn_zoo.matrix.plan.schema import plain_problems
 from attn_zoo.registry import load_file, variants
 
 _RAISED = {error.__name__: error for error in (ConfigError, UnsupportedError)}
@@ -38,23 +39,25 @@ def run_checks_apart(
     A check during which the process ends has failed; those after it are errors, as they were not made.
 
     Raises:
-        UnknownNameError, ConfigError, UnsupportedError: as `run_checks` does.
+        UnknownNameError, ConfigError, UnsupportedError: as `run_checks` does; or an option is not as a file has it.
     """
+    if problems := plain_problems(dict(options or {}), "options"):
+        raise ConfigError(name, problems)
     selected = find_checks(checks)
     file = variants.plain_file(name)
     request = {
         "name": name,
-        "options": options,
+        "options": None if options is None else dict(options),
         "device": device,
         "checks": [check.name for check in selected],
         "variant_files": [file] if file else [],
     }
     found: list[CheckResult] = []
-    is_done, num_heard, kills = False, 0, num_oom_kills()
+    num_heard, kills = 0, num_oom_kills()
     with ExitStack() as current:
 
         def hear(said: bytes) -> None:
-            nonlocal is_done, num_heard
+            nonlocal num_heard
             lines = said.split(b"\n")[:-1]  # after the last one is what is not whole yet
             for line in lines[num_heard:]:
                 ((event, content),) = json.loads(line).items()
@@ -63,17 +66,15 @@ def run_checks_apart(
                     current.enter_context(around(content))
                 elif event == "found":
                     found.append(CheckResult(**content))
-                elif event == "raised":
+                else:
                     kind, fields = content
                     raise _RAISED[kind](**fields)
-                else:
-                    is_done = True
             num_heard = len(lines)
 
         arguments = ["-X", "faulthandler", "-m", "attn_zoo.matrix.checks_apart", str(os.getpid())]
         environment = importable({**os.environ, **tried_imports()})
         child = ask_python(arguments, environment, math.inf, request=json.dumps(request).encode(), hear=hear)
-    if not is_done:
+    if len(found) < len(selected):
         is_memory = kills is not None and kills != num_oom_kills()
         found.append(_ended(selected[len(found)].name, child.returncode, is_memory))
         not_made = f"not made: the process had ended in {found[-1].check}"
@@ -91,13 +92,13 @@ def _ended(check: str, exit_code: int, is_memory: bool) -> CheckResult:
 
 
 def main() -> None:
-    """Answer one request: one JSON line when a check begins, one when it has found something, and one at the end."""
+    """Answer one request: one JSON line when a check begins, and one when it has found something."""
     die_with_parent(int(sys.argv[1]))
     orders, answers = private_streams()
     be_patient()
     request = json.load(orders)
 
-    def say(event: str, content: object = None) -> None:
+    def say(event: str, content: object) -> None:
         print(json.dumps({event: content}), file=answers, flush=True)
 
     @contextmanager
@@ -113,7 +114,6 @@ def main() -> None:
     os.ftruncate(2, 0)
     try:
         run_checks(**request, around=around, tell=lambda result: say("found", asdict(result)))
-        say("ends")
     except tuple(_RAISED.values()) as error:
         say("raised", (type(error).__name__, vars(error)))
     sys.stdout.flush()

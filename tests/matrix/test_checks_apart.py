@@ -11,7 +11,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.registry import variants
 from tests.test_discovery import VARIANT
 
-CHECKS = ["shape_and_dtype", "non_contiguous", "inputs_unchanged"]
+CHECKS = ["shape_and_dtype", "non_contiguous", "batch_invariance"]
 
 
 @pytest.fixture
@@ -62,5 +62,8 @@ def test_of_what_is_printed_the_last_lines_are_shown(misbehaving, capfd):
 
 
 def test_what_is_refused_before_a_check_is_the_same_error(misbehaving):
+    name = misbehaving("pass")
     with pytest.raises(ConfigError, match="misbehaves: unknown option 'size'  "):
-        attn_zoo.check(misbehaving("pass"), {"size": 3}, only=CHECKS, apart=True)
+        attn_zoo.check(name, {"size": 3}, only=CHECKS, apart=True)
+    with pytest.raises(ConfigError, match=r"options\.size: expected a string, number, .*; got "):
+        attn_zoo.check(name, {"size": {3}}, only=CHECKS, apart=True)
