@@ -43,6 +43,7 @@ using StreamOf = int (*)(int32_t, void**);  // aoti_torch_get_current_cuda_strea
 LaunchKernel launch_kernel = nullptr;
 StreamOf stream_of = nullptr;
 constexpr int64_t kNothing = -1;  // a slot that stands for None
+constexpr int kNoMemory = 2;      // CUDA_ERROR_OUT_OF_MEMORY
 constexpr uintptr_t kAlignment = 15;
 
 // Memory with strides that holds the numbers themselves, which is all that is replayed.
@@ -138,6 +139,7 @@ struct Launch {
       slots[tensors.front()].new_zeros({1});
       code = try_it();
     }
+    TORCH_CHECK_WITH(OutOfMemoryError, code != kNoMemory, "cuLaunchKernel: no memory for a replayed call");
     TORCH_CHECK(code == 0, "cuLaunchKernel: error ", code, " in a replayed call");
   }
 };

@@ -30,6 +30,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -59,6 +60,7 @@ REPLAYED = "replayed"
 MOST_NUMBERS = 2**26
 """Of the first tensor of a call that is replayed: where it is long, the host does not count and memory does."""
 
+_MOST_CALLS = 8192  # that are known, for good: one for each layer, length, and gradients wanted or not
 _MOST_TRIES = 4  # to record a kind of call; then it stays in Python
 _MOST_TRIED = 8 * MAX_KINDS
 
@@ -204,6 +206,7 @@ def _is_watched() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None  # of torch.jit, which would see an empty tensor
     )
 
 
@@ -359,7 +362,12 @@ def learn(
     """
     first = given[0]
     assert first is not None
-    if _why_not or first.numel() > MOST_NUMBERS or len(_calls) >= MAX_KINDS or _is_watched() or _is_capturing(first):
+    if _why_not or first.numel() > MOST_NUMBERS or _is_watched() or _is_capturing(first):
+        return None
+    if torch.is_inference_mode_enabled():  # a watch sees torch's attention whole there; what is known is replayed there too
+        return None
+    if len(_calls) >= _MOST_CALLS:
+        _warn_of_many()
         return None
     if len(_tries) >= _MOST_TRIED:
         _tries.clear()
@@ -373,6 +381,11 @@ def learn(
     with _told_unless_memory():
         has_learnt = _has_learnt(token, given, forward, backward, constants)
     return replay(token, *given) if has_learnt else None
+
+
+@cache
+def _warn_of_many() -> None:
+    _warn(f"{_MOST_CALLS:,} kinds of calls are replayed; those of other kinds stay slower, through Python")
 
 
 def _has_learnt(token: object, given: Saved, forward: Forward, backward: Backward, constants: Sequence[Tensor]) -> bool:

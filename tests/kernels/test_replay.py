@@ -227,7 +227,7 @@ def test_interpreted_tensors_of_other_classes_stay_in_python(driver):
     assert driver.launches == 0
 
 
-def test_interpreted_who_watches_sees_python(driver):
+def test_interpreted_who_watches_sees_python(driver, monkeypatch):
     given = leaves("query", "key", "value")
     wanted = learnt(driver, given)
     with FlopCounterMode(display=False):
@@ -240,6 +240,9 @@ def test_interpreted_who_watches_sees_python(driver):
         runtime.launch_enter_hook.remove(print)
     with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
         attend([torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in given])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._C, "_get_tracing_state", object)  # of torch.jit.trace
+        assert are_same(outcome(given), wanted)
     assert driver.launches == 0
     assert are_same(outcome(given), wanted)
     assert driver.launches == 5
@@ -299,6 +302,32 @@ def test_interpreted_calls_without_a_graph_and_calls_made_again_in_backward(driv
         assert not output.requires_grad
     assert driver.launches == 2
     assert output.is_inference()
+
+
+def test_interpreted_inference_mode_learns_nothing_and_spends_no_try(driver):
+    """A watch sees torch's public attention whole there, not the kernel that it takes."""
+    given = leaves("query", "key", "value")
+    for mode, counts in ((torch.inference_mode, [0] * 6), (torch.no_grad, [0, 4, 2]), (torch.inference_mode, [2])):
+        for count in counts:
+            driver.launches = 0
+            with mode():
+                attend(given)
+            assert driver.launches == count
+
+
+def test_interpreted_of_more_kinds_than_are_kept_one_warning_tells(driver, monkeypatch, caplog):
+    monkeypatch.setattr(replay_module, "_MOST_CALLS", 1)
+    replay_module._warn_of_many.cache_clear()
+    wanted = learnt(driver, given := leaves("query", "key", "value"))
+    for _ in range(3):
+        with torch.no_grad():
+            attend(given)
+    assert driver.launches == 0
+    assert are_same(outcome(given), wanted)
+    assert driver.launches == 5
+    assert [record.message for record in caplog.records].count(
+        "attn_zoo: 1 kinds of calls are replayed; those of other kinds stay slower, through Python"
+    ) == 1
 
 
 def test_interpreted_nothing_is_replayed_that_was_not_checked(driver):
