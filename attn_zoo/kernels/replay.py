@@ -364,7 +364,8 @@ def learn(
     assert first is not None
     if _why_not or first.numel() > MOST_NUMBERS or _is_watched() or _is_capturing(first):
         return None
-    if torch.is_inference_mode_enabled():  # a watch sees torch's attention whole there; what is known is replayed there too
+    # In inference mode a watch sees torch's attention whole, not its kernel. What is known is replayed there too.
+    if torch.is_inference_mode_enabled():
         return None
     if len(_calls) >= _MOST_CALLS:
         _warn_of_many()

@@ -262,10 +262,8 @@ def _share_of_length(subject: Subject, build: BuildContext, length: int, count: 
     expected, output = infer(module, inputs), infer(module, replace(inputs, tensors=tuple(tensors)).under(mask))
     output = output[..., :length, :]
     if subject.capabilities.is_padding_invariant:
-        allowed, words = (
-            rounding(expected, inputs.num_terms + count),
-            f"{inputs.words()}, {count} padded tokens appended",
-        )
+        allowed = rounding(expected, inputs.num_terms + count)
+        words = f"{inputs.words()}, {count} padded tokens appended"
         expect_close(output, expected, allowed, "longer padding changes the output", words)
     return largest_error(output, expected) / max(largest(expected), torch.finfo(expected.dtype).tiny)
 

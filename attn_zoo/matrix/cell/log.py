@@ -60,7 +60,7 @@ def end_of(log: Path) -> str:
 
 def last_lines(printed: bytes) -> str:
     """Return the last lines of what a process printed: after a crash, the stacks that faulthandler wrote."""
-    text = printed.decode("utf-8", "replace")
+    text = printed[-_END_BYTES:].decode("utf-8", "replace")
     start = text.rfind("Fatal Python error")
     lines = [line for line in text[max(start, 0) :].splitlines() if not line.startswith("Extension modules:")]
     return "\n".join(lines[:_END_LINES] if start >= 0 else lines[-_END_LINES:])
