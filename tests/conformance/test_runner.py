@@ -18,7 +18,7 @@ from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Capabilities, Complexity
 from attn_zoo.registry import VariantConfig, variants
 from tests.conformance.broken import Broken, Softmax, registered
-from tests.conformance.broken_dependence import CAUSAL, LeaksOneFutureToken
+from tests.conformance.broken_dependence import CAUSAL, MASKED, CountsPadding, LeaksOneFutureToken
 
 
 class RaisesAtLengthThree(Softmax):
@@ -129,6 +129,14 @@ def test_a_call_of_sys_exit_is_a_failure_too() -> None:
         result = only(name, "shape_and_dtype")
     assert result.outcome == "failed"
     assert result.message.startswith("SystemExit: 3 (test_runner.py:")
+
+
+def test_of_a_padded_length_that_is_not_promised_to_be_all_the_same_its_share_is_said() -> None:
+    for cls, share in ((CountsPadding, r"[1-9][\d.]*"), (Softmax, r"0\.0")):
+        with registered(Broken(cls=cls, check="", capabilities=MASKED)) as name:
+            result = only(name, "padding_length")
+        assert result.outcome == "not_applicable"
+        assert re.search(rf"\(is_padding_invariant\): .* changes the output by up to {share}%$", result.message)
 
 
 def test_what_is_raised_backwards_names_the_call_too() -> None:
