@@ -86,9 +86,16 @@ def main() -> None:
         where = error.filename or f"standard output or a file in {gettempdir()}"  # neither has a name
         console.tell(f"{where}: cannot be written: {error.strerror}")
         sys.exit(StoreError.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if not _is_interrupt(stop):
+            raise
         console.tell("interrupted")
         sys.exit(130)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Tell whether Ctrl-C is what ends the program: Typer makes an exit of it, without a word."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -729,3 +729,13 @@ def test_data_show_prints_what_a_person_reads(call):
     answer = call("data", "show", "listops", "--level", "short", "--count", "2")
     assert answer.code == 0
     assert re.search(r"^1: \[.* = \d$", answer.out, re.MULTILINE)
+
+
+def test_ctrl_c_in_a_check_is_said(call, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attn_zoo.matrix.checks_apart.ask_python", interrupt)
+    answer = call("check", "full")
+    assert (answer.code, answer.out) == (130, "")
+    assert answer.err.splitlines()[-1] == "interrupted"

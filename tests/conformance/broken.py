@@ -242,6 +242,17 @@ class UnusedParameter(Softmax):
         self.temperature = nn.Parameter(torch.ones(()))
 
 
+class RaisesBackwards(Softmax):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        output = self.attend(query, key, value, key_padding_mask)
+        if output.requires_grad:
+            output.register_hook(self.refuse)
+        return output
+
+    def refuse(self, gradient: Tensor) -> Tensor:
+        raise ValueError("not written yet")
+
+
 def quadratic_flops(shape: Shape) -> int:
     return 4 * shape.batch_size * shape.num_heads * shape.head_dim * shape.query_len * shape.key_len
 

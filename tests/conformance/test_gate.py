@@ -16,7 +16,7 @@ from attn_zoo.conformance.gate import SPAN_LEN
 from attn_zoo.errors import ConfigError, GateError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Form
 from attn_zoo.registry import VariantConfig, variants
-from tests.conformance.broken import Broken, Softmax, registered, written_out
+from tests.conformance.broken import Broken, RaisesBackwards, Softmax, registered, written_out
 from tests.conformance.broken_claims import WrongScaleInFloat32
 from tests.conformance.broken_dependence import (
     CAUSAL,
@@ -85,17 +85,6 @@ def test_stops_broken_variants_by_name(broken: Broken, is_causal: bool, dtype: s
 
 class Raises(Softmax):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        raise ValueError("not written yet")
-
-
-class RaisesBackwards(Softmax):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        output = self.attend(query, key, value, key_padding_mask)
-        if output.requires_grad:
-            output.register_hook(self.refuse)
-        return output
-
-    def refuse(self, gradient: Tensor) -> Tensor:
         raise ValueError("not written yet")
 
 

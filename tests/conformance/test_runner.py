@@ -17,7 +17,7 @@ from attn_zoo.discovery.global_state import all_digits
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Capabilities, Complexity
 from attn_zoo.registry import VariantConfig, variants
-from tests.conformance.broken import Broken, Softmax, registered
+from tests.conformance.broken import Broken, RaisesBackwards, Softmax, registered
 from tests.conformance.broken_dependence import CAUSAL, MASKED, CountsPadding, LeaksOneFutureToken
 
 
@@ -31,21 +31,6 @@ class RaisesAtLengthThree(Softmax):
 class EndsTheProcess(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         raise SystemExit(3)
-
-
-class RaisesBackwards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("no gradients today")
-
-
-class HasNoGradients(Softmax):
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return super().attend(query, key, RaisesBackwards.apply(value), mask)
 
 
 class RefusesWhatItDeclares(Softmax):
@@ -140,9 +125,9 @@ def test_of_a_padded_length_that_is_not_promised_to_be_all_the_same_its_share_is
 
 
 def test_what_is_raised_backwards_names_the_call_too() -> None:
-    with registered(Broken(cls=HasNoGradients, check="")) as name:
+    with registered(Broken(cls=RaisesBackwards, check="")) as name:
         result = only(name, "gradients_reach_every_parameter")
-    assert result.message.startswith("ValueError: no gradients today (test_runner.py:")
+    assert result.message.startswith("ValueError: not written yet (broken.py:")
     assert re.fullmatch(r"attention form, B=\d+ H=2 L=\d+ .*, backward", result.example)
 
 
