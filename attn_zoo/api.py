@@ -176,6 +176,7 @@ def run_again(
 
     Raises:
         StoreError: no results folder, or one that cannot be written.
+        ConfigError: no folder at `data_dir`.
         UnknownNameError: no such status, engine or tracker.
         UnsupportedError: the engine or the tracker is not installed.
     """
@@ -184,7 +185,8 @@ def run_again(
     def make() -> Plan:
         from attn_zoo.matrix.plan.expand import require_devices
 
-        planned = _stored_plan(Path(folder), data_dir, is_remote=engine != "local")
+        is_remote = engine != "local"
+        planned = _stored_plan(Path(folder), _path(data_dir, must_exist=not is_remote), is_remote=is_remote)
         if engine == "local":
             require_devices(planned.cells)
         return planned
@@ -389,10 +391,10 @@ def _path(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
     return Path(given) if given else None
 
 
-def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool = False) -> Plan:
+def _stored_plan(folder: Path, data_dir: Path | None, *, is_remote: bool = False) -> Plan:
     """Return what the runs into a folder were to make, shards and other parts of a matrix too, by today's sources."""
     from attn_zoo.folder import WITHOUT_INFO, cell_files, read_info
-    from attn_zoo.matrix.plan.expand import make_plan
+    from attn_zoo.matrix.plan.expand import make_plan, plain_files
     from attn_zoo.matrix.plan.schema import restore_matrix
     from attn_zoo.matrix.store.kept_sources import load_kept
     from attn_zoo.matrix.store.store import asked_before, with_known_data
@@ -403,7 +405,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     foreign = load_kept(folder)
     try:
         plans = [
-            make_plan(restore_matrix(matrix), data_dir=_path(data_dir), is_remote=is_remote, has_estimates=False)
+            make_plan(restore_matrix(matrix), data_dir=data_dir, is_remote=is_remote, has_estimates=False)
             for matrix in info.matrices
         ]
     except ConfigError as error:
@@ -413,7 +415,7 @@ def _stored_plan(folder: Path, data_dir: str | Path | None, *, is_remote: bool =
     if info.planned is not None:
         cells = with_known_data(cells, info.planned)
         cells = asked_before(cells, info.planned, {path.stem for path in cell_files(folder)})
-    return replace(plans[-1], cells=tuple(cells), is_whole=False)
+    return replace(plans[-1], cells=tuple(cells), variant_files=tuple(plain_files(cells)), is_whole=False)
 
 
 def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
@@ -427,14 +429,15 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
 
     Raises:
         StoreError: no results folder.
+        ConfigError: no folder at `data_dir`.
     """
     from attn_zoo.matrix.drive.run_plan import standing
     from attn_zoo.matrix.plan.planned_cell import PlannedCell
     from attn_zoo.matrix.store.store import Store
 
-    store = Store(folder)
+    store, data = Store(folder), _path(data_dir, must_exist=True)
     try:
-        cells, doubt, has_plan = _stored_plan(store.folder, data_dir).cells, "", True
+        cells, doubt, has_plan = _stored_plan(store.folder, data).cells, "", True
     except ConfigError as error:
         known = store.info().planned
         has_plan = known is not None

@@ -425,19 +425,24 @@ def retry(
 def new(
     name: Annotated[str, typer.Argument(help="Name of the variant; or the word matrix.", show_default=False)],
     matrix: Annotated[str | None, typer.Argument(metavar="[MATRIX]", help="After the word matrix: its name.")] = None,
-    like: Annotated[str, typer.Option(help="Shipped matrix that a new one starts as a copy of.")] = "quick",
+    like: Annotated[
+        str | None,
+        typer.Option(help="Shipped matrix that a new one starts as a copy of (default: quick).", show_default=False),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where to write the file.")] = Path(),
 ) -> None:
     """Write a file to start from: `new NAME` a working variant, `new matrix NAME` a matrix."""
     from attn_zoo.scaffold import new_matrix, new_variant
 
     if name == "matrix":
-        path = new_matrix(matrix or "my-matrix", folder, like)
+        path = new_matrix(matrix or "my-matrix", folder, like or "quick")
         console.say(f"wrote {path}")
         console.say(f"next: attn-zoo plan {shlex.quote(str(path))}")
         return
     if matrix is not None:
         raise ConfigError("new", [("", f"expected one name, or `new matrix {matrix}`; got {name!r} before it")])
+    if like is not None:
+        raise ConfigError("new", [("--like", f"it is for matrices: new matrix NAME --like {like}")])
     path = new_variant(name, folder)
     console.say(f"wrote {path}")
     console.say(f"next: attn-zoo check {name} --variant-file {shlex.quote(str(path))}")

@@ -70,10 +70,8 @@ class Run:
 
         rows = []
         for panel in self.analysis.panels:
-            points = [(each.label, point) for each in panel.series if each.is_judged for point in each.points]
-            points.sort(key=lambda pair: (pair[1].median_ms, pair[0]))
             for one in panel.winners:
-                (label, first), *others = [pair for pair in points if pair[1].seq_len == one.seq_len]
+                (first, label), *others = one.rivals
                 row: dict[str, Any] = {
                     "panel": panel.name,
                     "seq_len": one.seq_len,
@@ -81,7 +79,7 @@ class Run:
                     "median_ms": first.median_ms,
                 }
                 row |= {"low_ms": first.low_ms, "high_ms": first.high_ms}
-                for other, second in others[:1]:
+                for second, other in others[:1]:
                     ratio = times_faster(second, first)
                     row |= {"next_variant": other, **interval_values("ratio", ratio.value, ratio.low, ratio.high)}
                 rows.append(row | {"is_settled": len(one.labels) == 1})

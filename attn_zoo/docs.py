@@ -15,68 +15,65 @@ from attn_zoo.metadata import big_o
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from attn_zoo.registry import Variant
+
 _ANSWERS: dict[object, str] = {True: "yes", False: "no", "masked": "masked, routing sees the future"}
 
 
 def variant_table() -> str:
     """Return the Markdown table of all registered variants of this package."""
+    rows = []
+    for name, variant in _own_variants():
+        can, cost, paper = variant.capabilities, variant.complexity, variant.reference
+        rows.append(
+            (
+                f"`{name}`",
+                big_o(cost.time),
+                big_o(cost.memory),
+                _ANSWERS[can.causal] if can.bidirectional else "only",
+                _ANSWERS[can.cross_attention],
+                _ANSWERS[can.key_padding_mask],
+                can.decode.replace("_", " ").replace("none", "no"),
+                _ANSWERS[can.is_exact],
+                f"[{paper.authors} {paper.year}]({paper.url})",
+            )
+        )
+    headings = ("variant", "claimed time", "memory", "causal", "cross", "padding", "decode", "exact", "paper")
+    return "\n".join(markdown_table(headings, rows))
+
+
+def _own_variants() -> list[tuple[str, Variant]]:
     from attn_zoo.registry import variants
 
-    lines = [
-        "|variant|claimed time|memory|causal|cross|padding|decode|exact|paper|",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name in variants:
-        variant = variants[name]
-        if variant.provider != "attn_zoo":
-            continue
-        can, cost, paper = variant.capabilities, variant.complexity, variant.reference
-        causal = _ANSWERS[can.causal] if can.bidirectional else "only"
-        cells = [
-            f"`{name}`",
-            big_o(cost.time),
-            big_o(cost.memory),
-            causal,
-            _ANSWERS[can.cross_attention],
-            _ANSWERS[can.key_padding_mask],
-            can.decode.replace("_", " ").replace("none", "no"),
-            _ANSWERS[can.is_exact],
-            f"[{paper.authors} {paper.year}]({paper.url})",
-        ]
-        lines.append(f"|{'|'.join(cells)}|")
-    return "\n".join(lines)
+    return [(name, variants[name]) for name in variants if variants[name].provider == "attn_zoo"]
 
 
 @cache
 def complexity_table() -> str:
     """Return the Markdown table of "Attention Is All You Need", table 1: claims and measured exponents."""
     from attn_zoo.conformance import Growth, measure_complexity
-    from attn_zoo.registry import variants
 
     def exponents(growths: list[Growth]) -> str:
         """Return the exponent, that of the causal form too where it is another."""
         words = list(dict.fromkeys(growth.in_words() for growth in growths))
         return " (causal: ".join(words) + ")" * (len(words) - 1)
 
-    lines = [
-        "| variant | cost of a layer | counted | sequential operations | measured | maximum path | measured |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in variants:
-        if variants[name].provider != "attn_zoo":
-            continue
-        cost, rows = variants[name].complexity, measure_complexity(name)
-        cells = [
-            f"`{name}`",
-            big_o(cost.time),
-            exponents([row.cost for row in rows]),
-            big_o(cost.sequential_ops),
-            exponents([row.sequential_ops for row in rows]),
-            big_o(cost.max_path),
-            exponents([row.max_path for row in rows]),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = []
+    for name, variant in _own_variants():
+        cost, found = variant.complexity, measure_complexity(name)
+        rows.append(
+            (
+                f"`{name}`",
+                big_o(cost.time),
+                exponents([row.cost for row in found]),
+                big_o(cost.sequential_ops),
+                exponents([row.sequential_ops for row in found]),
+                big_o(cost.max_path),
+                exponents([row.max_path for row in found]),
+            )
+        )
+    headings = ("cost of a layer", "counted", "sequential operations", "measured", "maximum path", "measured")
+    return "\n".join(markdown_table(("variant", *headings), rows))
 
 
 def matrix_keys() -> str:

@@ -22,7 +22,8 @@ from attn_zoo.errors import ConfigError, FolderError, StoreError, UnknownNameErr
 from attn_zoo.matrix.plan.schema import shipped_matrices
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
-from attn_zoo.registry import variants
+from attn_zoo.registry import load_file, variants
+from attn_zoo.scaffold import new_variant
 from tests.report.synthetic import write_run
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,30 @@ def test_of_a_part_of_a_matrix_no_more_is_left_or_run_again(tmp_path, monkeypatc
     with Store(folder).writing(part.matrix.model_dump(mode="json"), None, planned=[replace(first, batch_size=9)]):
         pass
     assert len(api.status(folder).left) == len(api.plan(matrix()).cells) - 1, "no part of what the matrix says today"
+
+
+def test_files_of_every_matrix_of_a_folder_are_loaded_when_it_goes_on(tmp_path, monkeypatch):
+    """A worker knows a variant of a plain file by that file alone."""
+    path = new_variant("of_a_file", tmp_path)
+    load_file(path, None)
+    try:
+        store, ran = Store(tmp_path / "run"), []
+        for name in ("of_a_file", "full"):
+            plan = api.plan(matrix(variants=[name]))
+            with store.writing(plan.matrix.model_dump(mode="json"), None, planned=[item.cell for item in plan.cells]):
+                pass
+        monkeypatch.setattr(api, "_measure", lambda make, *_, **__: ran.append(make()))
+        api.run_again(store.folder)
+        assert {item.cell.variant for item in ran[0].cells} == {"of_a_file", "full"}
+        assert ran[0].variant_files == (str(path),)
+    finally:
+        variants.remove("of_a_file")
+
+
+@pytest.mark.parametrize("ask", [api.status, api.run_again])
+def test_a_folder_of_data_that_is_not_there_is_refused(ask, done, tmp_path):
+    with pytest.raises(ConfigError, match=r"--data-dir: expected a folder, .*there is none at .*nowhere"):
+        ask(done.folders[0], data_dir=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("matrices", [[], "quick"])

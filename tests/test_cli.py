@@ -297,6 +297,7 @@ def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):
         (["matrix", "../up"], "expected a name of letters"),
         (["matrix", "mine", "--like", "quik"], "did you mean 'quick'"),
         (["mine", "matrix"], "expected one name"),
+        (["mine", "--like", "quick"], "--like: it is for matrices: new matrix NAME --like quick"),
     ],
 )
 def test_new_says_what_it_expected(call, tmp_path, monkeypatch, arguments, message):

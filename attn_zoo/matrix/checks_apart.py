@@ -44,6 +44,7 @@ def run_checks_apart(
     if problems := plain_problems(dict(options or {}), "options"):
         raise ConfigError(name, problems)
     selected = find_checks(checks)
+    variants[name]  # an unknown name is no finding
     file = variants.plain_file(name)
     request = {
         "name": name,

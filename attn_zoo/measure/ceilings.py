@@ -100,8 +100,9 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> f
 
 
 def _copy_rate(device: torch.device, budget_s: float) -> float:
-    num_bytes = _COPY_BYTES[device.type]
-    source = torch.randn(num_bytes // 4, generator=torch.Generator(device).manual_seed(0), device=device)
+    num_bytes, block_bytes = _COPY_BYTES[device.type], 2**22
+    block = torch.randn(block_bytes // 4, generator=torch.Generator(device).manual_seed(0), device=device)
+    source = block.repeat(num_bytes // block_bytes)  # drawing all of it takes a CPU longer than copying it
     target = torch.empty_like(source)
     return 2.0 * num_bytes / _best_s(lambda: target.copy_(source), device, budget_s)
 

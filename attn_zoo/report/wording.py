@@ -47,7 +47,7 @@ _WORDS: tuple[tuple[str, Callable[[Any], str], Callable[[Any], str]], ...] = (
         lambda value: f"dropout{value:g}" if value else "",
     ),
     ("threads", lambda value: counted(value, "thread"), "t{}".format),
-    ("protocol_version", "timing version {}".format, "v{}".format),
+    ("protocol_version", "protocol version {}".format, "v{}".format),
 )
 """Settings in words, and in the few letters of a file name."""
 

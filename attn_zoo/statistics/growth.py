@@ -50,9 +50,9 @@ def local_slopes(samples_by_length: Samples, sizes: Sizes | None = None) -> list
     >>> [round(s.slope, 3) for s in local_slopes({256: [1.0], 512: [2.0], 1024: [8.0]})]
     [1.0, 2.0]
     """
-    lengths, slopes = log_medians(samples_by_length, 0, sizes).lengths, []
+    lengths, slopes = log_medians(samples_by_length, sizes).lengths, []
     for low_len, high_len in pairwise(lengths):
-        both = log_medians({n: samples_by_length[n] for n in (low_len, high_len)}, 0, sizes)
+        both = log_medians({n: samples_by_length[n] for n in (low_len, high_len)}, sizes)
         slope, low, high = both.weighted(np.array([-1.0, 1.0]) / np.log(high_len / low_len))
         slopes.append(LocalSlope(low_len=low_len, high_len=high_len, slope=slope, ci_low=low, ci_high=high))
     return slopes
@@ -86,7 +86,7 @@ def fit_exponent(samples_by_length: Samples, from_len: int | None = None, sizes:
     used = {n: s for n, s in samples_by_length.items() if (n >= from_len if from_len is not None else 10 * n > longest)}
     if len(used) < 2:
         raise ValueError(f"expected at least two lengths from {from_len or longest / 10:g} up; got {sorted(used)}")
-    medians = log_medians(used, 0, sizes)
+    medians = log_medians(used, sizes)
     centred = np.log(medians.lengths) - np.log(medians.lengths).mean()
     value, low, high = medians.weighted(centred / (centred @ centred))
     return Exponent(value=value, low=low, high=high, lengths=tuple(medians.lengths))
@@ -110,23 +110,10 @@ class CostFit:
     relative_rms: float
     lengths: tuple[int, ...]
 
-    def predict(self, length: float) -> float:
-        """Return the modelled cost at `length`."""
-        return self.a + self.b * length + self.c * length**2
-
     def dominant(self, length: float) -> Term:
         """Return the name of the largest term at `length`."""
         parts: dict[Term, float] = {"constant": self.a, "linear": self.b * length, "quadratic": self.c * length**2}
         return max(parts, key=lambda term: parts[term])
-
-    def local_exponent(self, length: float) -> float:
-        """Return d log(cost) / d log(N) at `length`: between 0 and 2."""
-        return (self.b * length + 2.0 * self.c * length**2) / self.predict(length)
-
-    @property
-    def exponent(self) -> float:
-        """Modelled local exponent at the longest fitted length."""
-        return self.local_exponent(self.lengths[-1])
 
 
 def fit_cost(lengths: Sequence[int], values: Sequence[float]) -> CostFit:

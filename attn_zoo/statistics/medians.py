@@ -175,7 +175,7 @@ class LogMedians:
         return float(weights @ self.values), *_tails(sums)
 
 
-def log_medians(samples: Samples, seed: int, sizes: Sizes | None = None) -> LogMedians:
+def log_medians(samples: Samples, sizes: Sizes | None = None) -> LogMedians:
     """Return the logs of the medians of several lengths.
 
     Raises:
@@ -183,7 +183,7 @@ def log_medians(samples: Samples, seed: int, sizes: Sizes | None = None) -> LogM
     """
     lengths = sorted(samples)
     # A generator per length, so that a longer run gives the lengths it shares with a shorter one the same slopes.
-    found = [_log_median(tuple(samples[n]), tuple((sizes or {}).get(n, ())), (seed, n)) for n in lengths]
+    found = [_log_median(tuple(samples[n]), tuple((sizes or {}).get(n, ())), n) for n in lengths]
     values, columns, errors, degrees = zip(*found, strict=True) if found else ((), (), (), ())
     is_varying = any(len(samples[n]) > 1 for n in lengths)  # else one resample says it all
     resampled = np.stack(columns) if is_varying else np.array(values)[:, None]
@@ -192,10 +192,10 @@ def log_medians(samples: Samples, seed: int, sizes: Sizes | None = None) -> LogM
 
 @lru_cache(maxsize=512)  # the curves of a figure: each is asked for its slopes, its exponent and its crossings
 def _log_median(
-    samples: tuple[float, ...], sizes: tuple[int, ...], seed: tuple[int, int]
+    samples: tuple[float, ...], sizes: tuple[int, ...], length: int
 ) -> tuple[float, NDArray[np.float64], float, int]:
-    """Return what `LogMedians` has of one length; the second of `seed` is the length."""
-    length, array = seed[1], np.asarray(samples, dtype=np.float64)
+    """Return what `LogMedians` has of one length."""
+    array = np.asarray(samples, dtype=np.float64)
     if length < 1 or array.size == 0 or not (np.isfinite(array).all() and (array > 0).all()):
         raise ValueError(
             f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
@@ -205,19 +205,19 @@ def _log_median(
     processes = _by_process(array, sizes, f"length {length}")
     logs = np.log(_medians(processes))
     error = float(logs.var(ddof=1)) / logs.size if logs.size > 1 else 0.0
-    resampled = _resampled_logs(processes, *_draws(seed, _sizes(processes)))
+    resampled = _resampled_logs(processes, *_draws((0, length), _sizes(processes)))
     return float(np.log(_middle(processes))), resampled, error, logs.size - 1
 
 
-def finite(values: Sequence[float], minimum: int, what: str) -> NDArray[np.float64]:
+def finite(values: Sequence[float], what: str) -> NDArray[np.float64]:
     """Return `values` as an array.
 
     Raises:
-        ValueError: there are fewer than `minimum`, or one is not finite.
+        ValueError: there is none, or one is not finite.
     """
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or array.size < minimum or not np.isfinite(array).all():
-        raise ValueError(f"{what}: expected at least {minimum} finite number(s); got {list(values)!r}")
+    if array.ndim != 1 or not array.size or not np.isfinite(array).all():
+        raise ValueError(f"{what}: expected at least 1 finite number; got {list(values)!r}")
     return array
 
 
@@ -245,7 +245,7 @@ def quartiles(samples: Sequence[float], process_sizes: Sequence[int] = ()) -> tu
 
 
 def _processes(samples: Sequence[float], sizes: Sequence[int], what: str) -> list[NDArray[np.float64]]:
-    return _by_process(finite(samples, 1, what), sizes, what)
+    return _by_process(finite(samples, what), sizes, what)
 
 
 def _tails(resampled: NDArray[np.float64]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import attn_zoo
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.registry import variants
 from tests.test_discovery import VARIANT
 
@@ -67,3 +67,5 @@ def test_what_is_refused_before_a_check_is_the_same_error(misbehaving):
         attn_zoo.check(name, {"size": 3}, only=CHECKS, apart=True)
     with pytest.raises(ConfigError, match=r"options\.size: expected a string, number, .*; got "):
         attn_zoo.check(name, {"size": {3}}, only=CHECKS, apart=True)
+    with pytest.raises(UnknownNameError, match="unknown variant 'misbehave'"):
+        attn_zoo.check("misbehave", only=CHECKS, apart=True)

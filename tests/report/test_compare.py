@@ -325,9 +325,31 @@ def test_scores_are_compared_by_seed(tmp_path):
     assert found == {"full": "better", "linformer": "worse", "bigbird": "same", "luna": "cannot say"}
     (table,) = compare(a, b).tables()
     texts = {row[0]: row for row in table.texts()}
-    assert texts["full"][3:5] == ["52.0 %", "62.0 %"]
-    assert texts["full"][5].startswith("+10.0 [+9.")
+    assert texts["full"][2:4] == ["52.0 %", "62.0 %"]
+    assert texts["full"][4].startswith("+10.0 [+9.")
     assert texts["bigbird"][-1] == "agree"
+
+
+def test_scores_from_scratch_and_after_self_pretraining_have_sentences_apart(tmp_path):
+    more = {"pretrain": "masked"}
+    a, b = (
+        write_run(
+            tmp_path / name,
+            [
+                *trained({"full": [first, first + 0.01, first + 0.02]}),
+                *(
+                    accuracy("full", seed, first + 0.3 + 0.01 * seed, score=more | {"correct": ""}, overrides=more)
+                    for seed in range(3)
+                ),
+            ],
+        )
+        for name, first in (("a", 0.5), ("b", 0.2))
+    )
+    said = compare(a, b).worse
+    assert [text.partition(":")[0] for text in sorted(said)] == [
+        "full on listops (masked)",
+        "full on listops (scratch)",
+    ]
 
 
 def test_trainings_beside_themselves_are_the_same_whatever_their_seeds_and_failures(tmp_path):

@@ -154,7 +154,7 @@ def test_impossible_sizes(name: str, size: str):
 
 @pytest.mark.slow
 def test_one_graph_for_the_compiler_whatever_the_length(name: str):
-    mixer: AbstractMixer = make(name, chunk_len=16)
+    mixer: AbstractMixer = make(name, chunk_len=32)  # two or three, each a part of the graph of its own
     compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
     for length in (50, 70):  # the second time for any length
         hidden = draw(length)

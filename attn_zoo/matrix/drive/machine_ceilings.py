@@ -1,8 +1,9 @@
 """Measure what this machine can do, before and after a run: the roof of its roofline.
 
 One look may fall on a moment in which others use the machine, and then what is timed later would beat the roof: the
-fastest counts. A process of its own measures and ends: the driver holds no memory of a GPU and computes nothing. Shards
-that share a folder measure one after another. On a cluster each kind of node is measured once, on one of them.
+fastest counts. A run that is over before such a moment would have passed looks once. A process of its own measures and
+ends: the driver holds no memory of a GPU and computes nothing. Shards that share a folder measure one after another. On
+a cluster each kind of node is measured once, on one of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from attn_zoo.records import Ceilings
 
 LIMIT_S = 90.0
 """Starting Python and torch included; a few seconds is what it takes."""
+LASTING_S = 60.0
+"""So long after a look the next one would find the same moment."""
 
 _Place = tuple[str, int | None]
 Subject = tuple[str, str, int | None]
@@ -67,8 +70,9 @@ def note_ceilings(
 ) -> None:
     """Measure and store the ceilings that the timings among `items` need.
 
-    Before they run, those that the folder does not have; when that `is_done`, all once more, and of each the faster
-    stays. `should_stop` is asked several times a second; True ends it without a result.
+    Before they run, those that the folder does not have; when that `is_done`, once more those that were not measured
+    within the last minute, and of each the faster stays. `should_stop` is asked several times a second; True ends it
+    without a result.
     """
     subjects, is_told = subjects_of(items), False
     if not subjects:
@@ -87,18 +91,23 @@ def note_ceilings(
                 hold_lock(store.folder, None, name=".lock-ceilings", wait=True, should_stop=should_give_up)
             )
             here = store.info(has_plan=False).names_of(environment)
-            known = {one.subject[1:]: one.environment for one in store.ceilings() if one.environment in here}
+            known = {one.subject[1:]: one for one in store.ceilings() if one.environment in here}
         except StoreError as error:
             say(f"{error}; nothing new is measured")
             return
-        if not is_done:
-            subjects -= known.keys()
+        subjects -= {subject for subject, one in known.items() if not is_done or _is_new(one)}
         if not subjects:
             return
         say(f"measuring the ceilings of this machine{' again' if is_done else ''} ...")
         for one in measure_subjects(subjects, environment, say, should_stop):
-            store.add_ceilings([replace(one, environment=known.get(one.subject[1:], environment))])
+            earlier = known.get(one.subject[1:])
+            store.add_ceilings([replace(one, environment=earlier.environment if earlier else environment)])
             say(f"  {ceilings_text(one)}")
+
+
+def _is_new(one: Ceilings) -> bool:
+    now = datetime.now(UTC)
+    return bool(one.measured) and abs(now - datetime.fromisoformat(one.measured)).total_seconds() < LASTING_S
 
 
 def measure_subjects(

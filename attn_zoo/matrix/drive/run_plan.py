@@ -28,6 +28,7 @@ from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.expand import Plan, estimated, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.kept_sources import keep_sources
+from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.matrix.store.store import Store, with_known_data
 from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
 from attn_zoo.registry import variants
@@ -206,7 +207,8 @@ class Session(Control):
 
     def measured(self, ceilings: Sequence[Ceilings]) -> None:
         try:
-            self._store.add_ceilings(ceilings)
+            with hold_lock(self._store.folder, None, name=".lock-ceilings", wait=True):
+                self._store.add_ceilings(ceilings)
         except StoreError as error:
             self._progress.say(f"{error}; nothing new is noted")
             return

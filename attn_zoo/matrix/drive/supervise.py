@@ -106,6 +106,7 @@ def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, p
                     todo.append(item)
                     continue
                 known.append(replace(record, environment=pool.settings.environment, isolation=item.isolation))
+                control.started(item)  # which repeat ends is known by it
                 control.finished(known[-1])
                 ended.add(item.cell.key)
             if not todo or not control.may_start(*todo):

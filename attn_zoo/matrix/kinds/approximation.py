@@ -89,9 +89,7 @@ class ApproximationGroup(CallGroup):
     seeds: Axis[Seed] = (0, 1, 2)
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        axes = super().axes()
-        seeds = axes.pop("seed")
-        return {**axes, "is_causal": self.is_causal, "inputs": self.inputs, "seed": seeds}
+        return {**super().axes(), "is_causal": self.is_causal, "inputs": self.inputs}
 
 
 class Approximate(CallKind):
@@ -129,10 +127,6 @@ class Approximate(CallKind):
         tensors = heads * shape.key_len * shape.head_dim * (4 * DTYPE_BYTES[cell.dtype] + 3 * 8)
         scores = 3 * 8 * min(heads * num_rows * shape.key_len, max(CHUNK_SCORES, heads * shape.key_len))
         return Estimate(call_seconds(flops + oracle, cell), int(tensors + scores))
-
-    def build_on_meta(self, cell: Cell) -> None:
-        with torch.device("meta"):
-            build_attention(cell.variant, build_context(cell), **cell.options)
 
     def forecast(self) -> Forecast:
         return TimedForecast(lambda record: record.phases.get("comparing", 0.0))

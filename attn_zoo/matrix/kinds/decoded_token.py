@@ -25,9 +25,9 @@ from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call, settle_calls
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, claims, config_of, forward_flops
 from attn_zoo.matrix.kinds.kind import Forecast
-from attn_zoo.matrix.kinds.one_call import gate_call, make_module
+from attn_zoo.matrix.kinds.one_call import CallKind, gate_call, make_module
 from attn_zoo.matrix.kinds.scaling import draw_inputs
-from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedCallKind, TimedForecast, seconds_of_calls
+from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedForecast, TimedKind, seconds_of_calls
 from attn_zoo.matrix.plan.estimate import Estimate, call_seconds, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_pass, memory_of_update
@@ -57,12 +57,10 @@ class DecodeGroup(TimedCallGroup):
     has_prefill: bool = False
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        axes = super().axes()
-        seeds = axes.pop("seed")
-        return {**axes, "pass_": ("prefill", "decode") if self.has_prefill else ("decode",), "seed": seeds}
+        return {**super().axes(), "pass_": ("prefill", "decode") if self.has_prefill else ("decode",)}
 
 
-class Decode(TimedCallKind):
+class Decode(CallKind, TimedKind):
     """One decoded token, or the prefill before it."""
 
     name = "decode"

@@ -39,12 +39,18 @@ class LengthGroup(Group):
     timeout_s: Seconds = 600.0
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        """Return the values of each field of a cell that may have several, but for the length."""
-        return {"dtype": self.dtypes, "seed": self.seeds}
+        """Return the values of each field of a cell that may have several, but for the length and the seed."""
+        return {"dtype": self.dtypes}
+
+    @property
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """Every combination of these, each with all its seeds in a row."""
+        return combinations({**self.axes(), "seed": self.seeds})
 
     @property
     def num_cells(self) -> int:
-        return len(self.variants) * math.prod(map(len, self.axes().values())) * len(self.seq_len)
+        own = (self.variants, self.seq_len, self.seeds, *self.axes().values())
+        return math.prod(map(len, own))
 
 
 class CallGroup(LengthGroup):
@@ -63,13 +69,8 @@ class CallGroup(LengthGroup):
     head_dim: Axis[Size] = (64,)
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        return {
-            "dtype": self.dtypes,
-            "batch_size": self.batch_size,
-            "num_heads": self.num_heads,
-            "head_dim": self.head_dim,
-            "seed": self.seeds,
-        }
+        sizes = {"batch_size": self.batch_size, "num_heads": self.num_heads, "head_dim": self.head_dim}
+        return {**super().axes(), **sizes}
 
 
 class CallKind(AbstractKind):
@@ -97,7 +98,7 @@ class CallKind(AbstractKind):
 
     def points(self, group: CallGroup) -> Iterator[dict[str, Any]]:
         """Yield the fields of each curve that the group decides, but for members, device and threads."""
-        for point in combinations(group.axes()):
+        for point in group.settings:
             yield {
                 "kind": self.name,
                 "protocol_version": self.version,

@@ -22,8 +22,8 @@ from attn_zoo.errors import GateError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call, settle_calls
 from attn_zoo.matrix.claimed_costs import Claims, call_shape, claims, form_of
 from attn_zoo.matrix.kinds.kind import Axis
-from attn_zoo.matrix.kinds.one_call import gate_call, make_module
-from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedCallKind
+from attn_zoo.matrix.kinds.one_call import CallKind, gate_call, make_module
+from attn_zoo.matrix.kinds.timed import TimedCallGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.memory import memory_of_pass
@@ -47,19 +47,16 @@ class ScalingGroup(TimedCallGroup):
     dropout_p: Axis[Annotated[float, Field(ge=0, lt=1)]] = (0.0,)
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        axes = super().axes()
-        seeds = axes.pop("seed")
         return {
-            **axes,
+            **super().axes(),
             "is_causal": self.is_causal,
             "has_padding": self.has_padding,
             "dropout_p": self.dropout_p,
             "pass_": self.passes,
-            "seed": seeds,
         }
 
 
-class Scaling(TimedCallKind):
+class Scaling(CallKind, TimedKind):
     """One call of a variant."""
 
     name = "scaling"

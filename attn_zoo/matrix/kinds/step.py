@@ -19,7 +19,7 @@ from attn_zoo.conformance.tolerance import largest, largest_error, working_toler
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
-from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants, combinations
+from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
 from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
@@ -68,12 +68,7 @@ class StepGroup(TimedGroup):
     has_padding: Axis[bool] = (False,)
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        return {
-            "dtype": self.dtypes,
-            "batch_size": self.batch_size or (None,),
-            "has_padding": self.has_padding,
-            "seed": self.seeds,
-        }
+        return {**super().axes(), "batch_size": self.batch_size or (None,), "has_padding": self.has_padding}
 
 
 class Step(TimedKind):
@@ -110,7 +105,7 @@ class Step(TimedKind):
             "head_dim": protocol.head_dim or protocol.embed_dim // protocol.num_heads,
             "dropout_p": protocol.dropout_p,
         }
-        for point in combinations(group.axes()):
+        for point in group.settings:
             yield {**fixed, **point, "batch_size": point["batch_size"] or protocol.batch_size}
 
     def refusals(self, cells: Sequence[Cell]) -> list[Refusal | None]:

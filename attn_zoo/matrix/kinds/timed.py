@@ -21,7 +21,7 @@ from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import config_of
 from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Member, Seconds
-from attn_zoo.matrix.kinds.one_call import CallGroup, CallKind, LengthGroup, make_module
+from attn_zoo.matrix.kinds.one_call import CallGroup, LengthGroup, make_module
 from attn_zoo.matrix.plan.estimate import CALLS
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -47,11 +47,6 @@ class TimedGroup(LengthGroup):
     repeats: Annotated[int, Field(ge=1, le=20)] = 1
     budget_s: Seconds = 1.0
     has_energy: bool = False
-
-    @property
-    def repeat_budget_s(self) -> float:
-        """Seconds of sampling in each process."""
-        return self.budget_s / self.repeats
 
 
 class TimedCallGroup(CallGroup, TimedGroup):
@@ -85,7 +80,8 @@ class TimedForecast(Forecast):
         self._latest: dict[str, Record] = {}
 
     def add(self, record: Record) -> None:
-        self._latest[record.cell.curve] = record
+        if record.status == "ok":
+            self._latest[record.cell.curve] = record
 
     def seconds(self, item: PlannedCell) -> float:
         cell, known = item.cell, self._latest.get(item.cell.curve)
@@ -119,7 +115,7 @@ class TimedKind(AbstractKind):
 
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:  # noqa: ARG002
         machine = {"device": group.device, "threads": group.threads}
-        lengths, budget_s = sorted(group.seq_len), group.repeat_budget_s
+        lengths, budget_s = sorted(group.seq_len), group.budget_s / group.repeats
         for member, point in itertools.product(members, self.points(group)):
             first = Cell(**machine, **point, **member)
             if group.isolation == "interleaved":
@@ -164,10 +160,6 @@ class TimedKind(AbstractKind):
         if cell.device == "cuda" and not torch.cuda.is_available():
             raise UnsupportedError("cuda", "no CUDA device here")
         return self.workload(cell, inputs)
-
-
-class TimedCallKind(CallKind, TimedKind):
-    """A kind whose cells time one mechanism by itself."""
 
 
 def _together(group: TimedGroup, members: Sequence[Member], point: Mapping[str, Any]) -> str:

@@ -25,9 +25,7 @@ from attn_zoo.registry import load_file
 TIMEOUT_S = 120.0
 
 
-def probe(
-    items: Sequence[PlannedCell], variant_files: Sequence[str], timeout_s: float = TIMEOUT_S
-) -> list[PlannedCell]:
+def probe(items: Sequence[PlannedCell], variant_files: Sequence[str]) -> list[PlannedCell]:
     """Return the items, timed ones that a constructor refuses with the refusal; what takes too long stays as it was."""
     asked = [item.cell.to_dict() for item in items if item.refusal is None and kind_of(item.cell).is_timed]
     if not asked:
@@ -36,7 +34,7 @@ def probe(
     environment = importable({**os.environ, **tried_imports()})
     arguments = ["-m", "attn_zoo.matrix.plan.probe", str(os.getpid())]
     try:
-        said = ask_python(arguments, environment, timeout_s, request=request.encode()).stdout
+        said = ask_python(arguments, environment, TIMEOUT_S, request=request.encode()).stdout
     except subprocess.TimeoutExpired as late:
         said = late.stdout or b""  # by then, which counts
     refusals: dict[str, tuple[str, str]] = {}

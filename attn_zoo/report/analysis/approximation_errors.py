@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -255,7 +255,7 @@ class ErrorGroup:
 def make_error_groups(results: Results) -> list[ErrorGroup]:
     """Return one group for each setting, in a stable order."""
     every = [one for one in (*results.observations, *results.left) if one.cell.inputs]
-    groups, names, exact = grouped(every, lambda one: _setting(one.cell)), set[str](), _exact(results, every)
+    groups, names = grouped(every, lambda one: _setting(one.cell)), set[str]()
     settings = {key: dict(zip(GROUP_FIELDS, key, strict=True)) for key in sorted(groups, key=repr)}
     varying = {name for name in GROUP_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
     found = []
@@ -273,7 +273,7 @@ def make_error_groups(results: Results) -> list[ErrorGroup]:
                 name=unique_name(slug("error", *short), names),
                 subtitle=", ".join([device, *words]),
                 apart=", ".join(apart),
-                panels=tuple(ErrorPanel(inputs=kind, curves=_curves(by_inputs[kind], exact)) for kind in kinds),
+                panels=tuple(ErrorPanel(inputs=kind, curves=_curves(by_inputs[kind], results)) for kind in kinds),
             )
         )
     return found
@@ -283,20 +283,14 @@ def _setting(cell: Cell) -> tuple[object, ...]:
     return tuple(getattr(cell, name) for name in GROUP_FIELDS)
 
 
-def _exact(results: Results, every: Iterable[Observation]) -> Mapping[str, bool]:
-    """Tell by label which variants claim to be exact."""
-    claims = {one.label: results.claim(one.cell.variant) for one in every}
-    return {label: claim is not None and claim.is_exact for label, claim in claims.items()}
-
-
-def _curves(members: Sequence[Observation], exact: Mapping[str, bool]) -> tuple[ErrorCurve, ...]:
+def _curves(members: Sequence[Observation], results: Results) -> tuple[ErrorCurve, ...]:
     by_label = grouped(members, lambda one: one.label)
     return tuple(
         ErrorCurve(
             label=label,
             variant=by_label[label][0].cell.variant,
             points=tuple(_point(seq_len, own) for seq_len, own in sorted(grouped(by_label[label], _length).items())),
-            is_exact=exact[label],
+            is_exact=results.claim(by_label[label][0].cell.variant).is_exact,
         )
         for label in sorted(by_label)
     )

@@ -187,7 +187,7 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
         samples = {length: values for length, values in every.items() if length not in waiting} | device
     used = [length for length in samples if 10 * length > max(samples)]
     exponent = fit_exponent(samples, sizes=own_sizes) if len(used) >= LEAST_LENGTHS else None
-    medians = [math.exp(log) for log in log_medians(samples, 0, own_sizes).values]
+    medians = [math.exp(log) for log in log_medians(samples, own_sizes).values]
     fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
     claimed = None
     if quantity in {"time", "peak_bytes"}:

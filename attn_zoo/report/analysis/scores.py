@@ -8,7 +8,6 @@ from statistics import fmean
 
 import numpy as np
 
-from attn_zoo.errors import counted
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
@@ -24,7 +23,7 @@ from attn_zoo.report.analysis.training_runs import (
 from attn_zoo.report.measurements import COSTS
 from attn_zoo.report.units import MINUS, slug, unique_name
 from attn_zoo.report.wording import failure_words
-from attn_zoo.statistics.paired import mean_interval, paired_difference
+from attn_zoo.statistics.paired import mean_interval, paired_interval
 
 LEAST_SEEDS = 3
 """In common, below which no difference is called settled."""
@@ -254,25 +253,9 @@ def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
 
 def _task_title(setting: Setting, varying: Container[str] = ()) -> str:
     """Return task and level, with those settings that tell the group from others of them."""
-    said = [setting.level, "causal" if setting.is_causal else "", *_setting_words(setting, varying)]
+    said = [setting.level, "causal" if setting.is_causal else "", *setting.words(varying)]
     details = ", ".join(filter(None, said))
     return f"{setting.task} ({details})" if details else setting.task
-
-
-def _setting_words(setting: Setting, names: Container[str]) -> list[str]:
-    words = {
-        "protocol": [f"protocol {setting.protocol}"],
-        "overrides": [f"{option}={value}" for option, value in setting.changes.items()],
-        "tuned": [f"tuned: {', '.join(setting.tuned)}"] if setting.tuned else [],
-        "dtype": [setting.dtype],
-        "device": [setting.device.upper()],
-        "data_parallel": [f"{setting.data_parallel} processes"] if setting.data_parallel > 1 else [],
-        "threads": [counted(setting.threads, "thread")] if setting.threads else [],
-        "protocol_version": [f"training version {setting.protocol_version}"],
-        "data_digest": [f"data {setting.data_digest[:6] or 'unknown'}"],
-        "replaces": [setting.exchange] if setting.exchange else [],
-    }
-    return [word for name, own in words.items() if name in names for word in own]
 
 
 _HOW = ("protocol", "overrides", "tuned", "dtype", "device", "data_parallel", "threads")
@@ -307,7 +290,7 @@ def _group(
         setting=setting,
         title=title,
         task_title=_task_title(setting),
-        how=", ".join(_setting_words(setting, _HOW)),
+        how=", ".join(setting.words(_HOW)),
         name=name,
         metric=metric,
         chance=chance,
@@ -387,8 +370,7 @@ def pair(runs: Sequence[TrainingRun], others: Sequence[TrainingRun]) -> Differen
         count = min(len(gaps), own[seeds[0]].num_settling)
         error = float(gaps.std(ddof=1) / count**0.5) if count > 1 else None
         if len(seeds) == 1 and count == len(gaps):
-            items = paired_difference(*marks[0])
-            low, high = items.low, items.high
+            low, high = paired_interval(*marks[0])
         elif len(seeds) == 1 and error is not None:
             low, high = mean - TWO_SIDED * error, mean + TWO_SIDED * error
     least, most = Metric(own[seeds[0]].metric).bounds  # two seeds alone give intervals wider than two scores can differ

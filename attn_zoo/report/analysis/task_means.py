@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,6 +107,7 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
     Overrides may differ between tasks, as published settings do, unless a task occurs with several of them.
     """
     overviews: list[Overview] = []
+    hows: list[tuple[str, ...]] = []
     names: set[str] = set()
     for how, members in _by_protocol(groups).items():
         metric = members[0].metric
@@ -117,10 +117,11 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
         if len(members) < 2 or not labels:
             continue
         common = tuple(group for group in members if all(_scored(group, label) for label in labels))
+        hows.append(how)
         overviews.append(
             Overview(
                 name=unique_name(slug("tasks", metric.name, members[0].setting.protocol), names),
-                how=how,
+                how=", ".join(how),
                 metric=metric,
                 groups=tuple(members),
                 common=common,
@@ -129,30 +130,26 @@ def make_overviews(groups: Sequence[AccuracyGroup]) -> list[Overview]:
                 apart="",
             )
         )
-    parts = [one.how.split(", ") for one in overviews]
-    own = [[part for part in each if not all(part in other for other in parts)] for each in parts]
+    own = [[part for part in each if not all(part in other for other in hows)] for each in hows]
     return [replace(one, apart=", ".join(said)) for one, said in zip(overviews, own, strict=True)]
 
 
-def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[str, list[AccuracyGroup]]:
+def _by_protocol(groups: Sequence[AccuracyGroup]) -> dict[tuple[str, ...], list[AccuracyGroup]]:
     # A mean has no meaning over bits of different data, whose scales differ.
     by_how = grouped((group for group in groups if group.means and not group.metric.is_lower_better), _how)
-    split: dict[str, list[AccuracyGroup]] = {}
+    split: dict[tuple[str, ...], list[AccuracyGroup]] = {}
     for how, members in by_how.items():
         is_repeated = len({group.task_title for group in members}) < len(members)
         for group in members:
-            changes = ", ".join(f"{name}={json.dumps(value)}" for name, value in group.setting.changes.items())
-            split.setdefault(f"{how}, {changes}" if is_repeated and changes else how, []).append(group)
+            changes = group.setting.words({"overrides"}) if is_repeated else []
+            split.setdefault((*how, *changes), []).append(group)
     return {how: members for how, members in split.items() if len({one.task_title for one in members}) == len(members)}
 
 
-def _how(group: AccuracyGroup) -> str:
-    setting = group.setting
-    version = f"training version {setting.protocol_version}"
-    tuned = f", tuned: {', '.join(setting.tuned)}" if setting.tuned else ""
+_SHARED = ("protocol", "dtype", "device", "data_parallel", "threads", "protocol_version", "tuned")
+
+
+def _how(group: AccuracyGroup) -> tuple[str, ...]:
     # Where nothing was trained from scratch the only other start counts, and does not mix with scratch elsewhere.
-    start = f", self-pretrained ({group.starts[0]})" if group.starts[0] else ""
-    ranks = f", {setting.data_parallel} processes" if setting.data_parallel > 1 else ""
-    exchange = f", {setting.exchange}" if setting.exchange else ""
-    how = f"protocol {setting.protocol}, {setting.dtype}, {setting.device.upper()}{ranks}, {version}"
-    return f"{how}{tuned}{start}{exchange}"
+    start = [f"self-pretrained ({group.starts[0]})"] if group.starts[0] else []
+    return (*group.setting.words(_SHARED), *start, *group.setting.words({"replaces"}))

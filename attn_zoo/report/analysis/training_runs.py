@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from attn_zoo.errors import counted
 from attn_zoo.records import Cell, Record, Score
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
@@ -56,6 +57,22 @@ class Setting:
             return ""
         later = f", after {self.adapt_steps:,} updates" if self.adapt_steps else ""
         return f"in place of {self.replaces}{later}"
+
+    def words(self, names: Container[str]) -> list[str]:
+        """Return what is to be said of those of `names` that say anything."""
+        words = {
+            "protocol": [f"protocol {self.protocol}"],
+            "overrides": [f"{option}={value}" for option, value in self.changes.items()],
+            "dtype": [self.dtype],
+            "device": [self.device.upper()],
+            "data_parallel": [f"{self.data_parallel} processes"] if self.data_parallel > 1 else [],
+            "threads": [counted(self.threads, "thread")] if self.threads else [],
+            "protocol_version": [f"training version {self.protocol_version}"],
+            "tuned": [f"tuned: {', '.join(self.tuned)}"] if self.tuned else [],
+            "data_digest": [f"data {self.data_digest[:6] or 'unknown'}"],
+            "replaces": [self.exchange] if self.exchange else [],
+        }
+        return [word for name, own in words.items() if name in names for word in own]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,16 @@ Bundle = Sequence[tuple[str, Point]]
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The fastest at one length, then all that the intervals do not tell from it, among so many that were measured."""
+    """The fastest at one length.
+
+    Args:
+        labels: its own, then those that the intervals do not tell from it.
+        rivals: all that were measured, with their labels: it, then the others by their medians.
+    """
 
     seq_len: int
     labels: tuple[str, ...]
-    num_rivals: int
+    rivals: tuple[tuple[Point, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ def winners(every: Sequence[Series]) -> list[Winner]:
         best, label = fastest_of(rivals)
         others = sorted((one for one in rivals if one[1] != label), key=lambda rival: (rival[0].median_ms, rival[1]))
         level = [other for point, other in others if times_faster(point, best).low <= 1.0]
-        found.append(Winner(length, (label, *level), len(rivals)))
+        found.append(Winner(length, (label, *level), ((best, label), *others)))
     return found
 
 

@@ -101,6 +101,5 @@ def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
         tip=f"{score.name}: {words}{interval}",
         value=score.mean,
         ends=ends,
-        is_filled=bool(score.start),
         singles=tuple(score.values.values()),
     )

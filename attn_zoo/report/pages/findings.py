@@ -120,7 +120,7 @@ def error_findings(group: ErrorGroup) -> list[str]:
 def _winners(panel: Panel) -> str:
     """Return who is the fastest from which length to which, and by how much at the longest."""
     every = panel.winners
-    judged = [one for one in every if one.num_rivals > 1]
+    judged = [one for one in every if len(one.rivals) > 1]
     at = _at(panel)
     unjudged = [
         f"{series.label} ({'dense scores underneath' if series.is_simulated else 'a control'})"
@@ -492,11 +492,7 @@ def _contradictions(analysis: Analysis) -> list[str]:
         if one.is_too_many
     ]
     said = (("Measurements contradict claims", exponents), ("More FLOPs are claimed than ran", flops))
-    return [
-        f"{what}: {'; '.join([*found[:MOST], *([f'{len(found) - MOST} more in the tables'] * (len(found) > MOST))])}."
-        for what, found in said
-        if found
-    ]
+    return [f"{what}: {some(found, MOST, '; ')}." for what, found in said if found]
 
 
 def accuracy_findings(group: AccuracyGroup) -> list[str]:
@@ -505,10 +501,8 @@ def accuracy_findings(group: AccuracyGroup) -> list[str]:
     if not scored:
         return []
     metric = group.metric
-    means = [f"{score.sized_name} {metric.show(score.mean or 0.0)} (n={len(score.values)})" for score in scored[:MOST]]
-    if len(scored) > MOST:
-        means.append(f"{len(scored) - MOST} more")
-    said = [f"{metric.title} on {group.title}: {', '.join(means)}"]
+    means = [f"{score.sized_name} {metric.show(score.mean or 0.0)} (n={len(score.values)})" for score in scored]
+    said = [f"{metric.title} on {group.title}: {some(means, MOST)}"]
     if group.best_mark:
         name, value = group.best_mark
         said.append(f"to beat: {floor_words(name)} with {metric.show(value)}")
@@ -564,7 +558,7 @@ def _gains(group: AccuracyGroup) -> str:
             certain = "" if gain.is_settled else ", not settled"
             better = group.metric.gain(gain.mean, 0.0)
             said.append(f"{score.label} {group.metric.signed(better)}{certain}")
-    return f"Self-pretraining on {group.title} gains, in {group.metric.unit}: {', '.join(said[:MOST])}." if said else ""
+    return f"Self-pretraining on {group.title} gains, in {group.metric.unit}: {some(said, MOST)}." if said else ""
 
 
 def _failed(group: AccuracyGroup) -> str:
@@ -582,10 +576,9 @@ def _names(scores: Sequence[LabelScore]) -> str:
 
 def overview_finding(overview: Overview) -> str:
     """Return the ranking by the mean over the tasks that every variant has, or that there is no such mean."""
-    means = [f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items()][:MOST]
+    means = [f"{label} {overview.metric.show(mean)}" for label, mean in overview.means.items()]
     if not means:
         return f"No mean over tasks ({overview.how}): fewer than two of them have a score of every variant."
-    said = ", ".join(means)
     floor = overview.floor()
     beside = f"; {floor[0]}: {overview.metric.show(floor[1])}" if floor else ""
-    return f"{overview.title}, {overview.scope()}: {said}{beside}."
+    return f"{overview.title}, {overview.scope()}: {some(means, MOST)}{beside}."

@@ -246,7 +246,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         lengths = usual if len(usual) > 2 else sorted(by_importance(lengths)[:MOST_LENGTHS])
     exact = panel.baseline.label if panel.baseline else ""
     beside = (f"cheaper than {exact}",) if exact else ()
-    best = {one.seq_len: one.labels for one in panel.winners if one.num_rivals > 1}
+    best = {one.seq_len: one.labels for one in panel.winners if len(one.rivals) > 1}
 
     def link(point: Point | Failure) -> str:
         record = f"cells/{quote(point.record.cell.key)}.json"

@@ -66,6 +66,7 @@ def settings_apart(rows: Sequence[Row]) -> list[str]:
 _MORE: Mapping[str, Callable[[str], str]] = {
     "level": str,
     "device": str.upper,
+    "start": str,
     "overrides": lambda text: ", ".join(f"{name}={value}" for name, value in json.loads(text).items()),
 }
 
@@ -157,7 +158,6 @@ def scores_table(rows: Sequence[Row]) -> Table:
             text_column("variant", "label", priority=0),
             text_column("task", priority=0),
             *([text_column("setting", priority=0)] if any(settings) else []),
-            text_column("start", priority=3),
             first,
             second,
             Column(heading="difference", show=difference, sort=lambda row: row["difference"], priority=0),

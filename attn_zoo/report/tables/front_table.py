@@ -62,7 +62,7 @@ def front_table(analysis: Analysis) -> Table | None:
     ]
     best = {"variant": "best"} | {one.key: one.best for one in scores}
     if panel is not None and lengths:
-        fastest = {str(one.seq_len): some(one.labels, joint=" or ") for one in panel.winners if one.num_rivals > 1}
+        fastest = {str(one.seq_len): some(one.labels, joint=" or ") for one in panel.winners if len(one.rivals) > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := panel.peaks:
             memory = _column(f"memory at {human_length(panel.peak_len)}", "memory", 1.0)

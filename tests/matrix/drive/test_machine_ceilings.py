@@ -7,6 +7,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -93,6 +94,15 @@ def test_the_fastest_stays_and_other_machines_add_their_own(store, asked):
     assert said[0] == "measuring the ceilings of this machine again ..."
     assert {one.matmul_flops_per_s for one in store.ceilings()} == {1e11}
     assert not list(store.folder.glob(".ceilings*.tmp"))
+
+
+def test_what_was_measured_within_the_last_minute_is_not_measured_again(store, asked):
+    now = datetime.now(UTC)
+    for seconds, num_asked in ((20, 0), (100, 1)):
+        store.add_ceilings([ceiling(measured=(now - timedelta(seconds=seconds)).isoformat(), matmul_flops_per_s=2e11)])
+        run_once(tiny_plan(["fake_ok"]), store, is_done=True)
+        assert len(asked) == num_asked
+        (store.folder / "ceilings.json").unlink()
 
 
 def test_only_timings_that_will_run_need_them(store, asked):

@@ -237,7 +237,10 @@ def test_a_longer_cell_is_foretold_by_its_prefill():
     phases = {"build": 1.0, "gate": 2.5, "probe": 1.5, "timing": 0.5}
     forecast = kind.forecast()
     forecast.add(Record(cell=short.cell, status="ok", duration_s=5.5, phases=phases))
-    assert forecast.seconds(long) == pytest.approx(0.5 + 2.5 + 16 * 2.5), "the gate has lengths of its own"
+    foretold = pytest.approx(0.5 + 2.5 + 16 * 2.5)
+    assert forecast.seconds(long) == foretold, "the gate has lengths of its own"
+    forecast.add(Record(cell=plan(["full"], seq_len=[2000]).cells[0].cell, status="unsupported"))
+    assert forecast.seconds(long) == foretold, "a refusal took no time and says nothing"
 
 
 def test_repeats_are_not_expected_to_compare_themselves_again():

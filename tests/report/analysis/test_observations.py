@@ -165,7 +165,7 @@ def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(
 def test_times_by_two_protocols_are_told_apart(tmp_path):
     records = [scaling("full", 512, protocol_version=version) for version in (3, 4)]
     panels = analyse([write_run(tmp_path / "run", records)]).panels
-    assert [panel.title for panel in panels] == ["forward, timing version 3", "forward, timing version 4"]
+    assert [panel.title for panel in panels] == ["forward, protocol version 3", "forward, protocol version 4"]
     assert len({panel.name for panel in panels}) == 2
 
 

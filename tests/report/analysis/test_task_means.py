@@ -108,6 +108,27 @@ def test_overrides_may_differ_between_tasks_but_a_task_is_never_counted_twice(tm
     assert [group.setting.changes["num_steps"] for group in found.groups] == [20, 20]
 
 
+def test_tasks_trained_with_other_numbers_of_threads_are_apart(tmp_path):
+    values = {"full": 0.4, "bigbird": 0.3}
+    records = [run for task in "ab" for threads in (2, 8) for run in runs(task, values, threads=threads)]
+    assert [each.apart for each in overviews(tmp_path, records)] == ["2 threads", "8 threads"]
+
+
+def test_what_was_tuned_is_said_whole(tmp_path):
+    values = {"full": 0.4, "bigbird": 0.3}
+    records = []
+    for names in (["base_lr"], ["base_lr", "weight_decay"]):
+        given = {"grid": tuple(names), "overrides": dict.fromkeys(names, 0.1)}
+        records += [run for task in "ab" for run in runs(task, values, **given)]
+    assert {each.apart for each in overviews(tmp_path, records)} == {"tuned: base_lr", "tuned: base_lr, weight_decay"}
+
+
+def test_a_ranking_that_is_cut_says_so(tmp_path):
+    values = {f"v{number}": 0.3 + 0.01 * number for number in range(9)}
+    (found,) = overviews(tmp_path, runs("a", values) + runs("b", values))
+    assert "v3 33.0 % and 3 more" in overview_finding(found)
+
+
 def test_speed_is_a_geometric_mean_and_memory_the_most(tmp_path):
     records = runs("a", {"full": 0.4, "v": 0.3}, score={"tokens_per_s": 100.0, "peak_bytes": 10})
     records += runs("b", {"full": 0.4, "v": 0.3}, score={"tokens_per_s": 400.0, "peak_bytes": 30})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,11 @@ def test_every_record_is_said_as_its_cell_ends(agent_with):
     assert [event["event"] for event in events] == ["started", "record", "started", "record", "done"]
     records = [Record.from_dict(event["record"]) for event in events if event["event"] == "record"]
     assert [record.status for record in records] == ["ok", "error"]
+    repeat = replace(cells[1], repeat=1, repeats=3)
+    prior = [replace(records[0], status="timeout").to_dict()]
+    events = list(agent.work({**turn_of([repeat]), "prior": prior, "ceilings": known, "checkpoints": {}}))
+    assert [event.get("repeat") for event in events] == [1, 1, None], "started, its record, done"
+    assert events[1]["record"]["status"] == "timeout"
     training = training_plan(["fake_train_ok"], keep_weights=True).cells
     events = list(agent.work({**turn_of(training), "checkpoints": {}}))
     names = [event["event"] for event in events]
