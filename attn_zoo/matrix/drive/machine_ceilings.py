@@ -31,7 +31,7 @@ from attn_zoo.records import Ceilings
 LIMIT_S = 90.0
 """Starting Python and torch included; a few seconds is what it takes."""
 LASTING_S = 60.0
-"""So long after a look the next one would find the same moment."""
+"""Sooner after a look another one would find the same moment."""
 
 _Place = tuple[str, int | None]
 Subject = tuple[str, str, int | None]
