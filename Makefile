@@ -22,7 +22,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attn_zoo needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (a minute or two) ..."
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[lra,xformers,ray,test,dev,docs]"
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e ".[lra,xformers,ray,test,dev,docs]"
+	@$(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true  # on all cores, which pip does not
 	@touch $(STAMP)
 
 bench: $(STAMP)  ## run benchmarks/quick.toml for real and write tables, figures and report.html (a few minutes)
