@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -72,6 +73,7 @@ def main() -> None:
         try:
             app()
         finally:
+            gc.freeze()  # the interpreter ends without looking for garbage in all of torch: a quarter of a second
             sys.stdout.flush()  # here, where it can still be said that it failed
     except AttnZooError as error:
         console.tell(str(error))

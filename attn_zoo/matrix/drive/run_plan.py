@@ -207,7 +207,7 @@ class Session(Control):
 
     def measured(self, ceilings: Sequence[Ceilings]) -> None:
         try:
-            with hold_lock(self._store.folder, None, name=".lock-ceilings", wait=True):
+            with hold_lock(self._store.folder, None, name=".lock-ceilings", wait=True, should_stop=self.is_over):
                 self._store.add_ceilings(ceilings)
         except StoreError as error:
             self._progress.say(f"{error}; nothing new is noted")

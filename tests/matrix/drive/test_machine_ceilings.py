@@ -16,7 +16,7 @@ from attn_zoo.matrix.claimed_costs import Claims, claims
 from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, note_ceilings
-from attn_zoo.matrix.drive.progress import PlainProgress
+from attn_zoo.matrix.drive.progress import PlainProgress, Progress
 from attn_zoo.matrix.store.lock import hold_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
@@ -165,6 +165,21 @@ def test_who_waits_for_another_shard_says_so_and_hears_that_it_is_to_stop(store,
     assert asked == []
     note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: True)
     assert len(asked) == 1, "free"
+
+
+def test_a_driver_that_waits_to_note_those_of_a_node_hears_ctrl_c(store, monkeypatch):
+    said: list[str] = []
+    progress = Progress()
+    monkeypatch.setattr(progress, "say", said.append)
+    session = runner.Session(store, progress, None, [], [], 1, {})
+    asked_to_stop = iter([False, True])
+    monkeypatch.setattr(session, "is_over", lambda: next(asked_to_stop))
+    with hold_lock(store.folder, None, name=".lock-ceilings"):
+        session.measured([ceiling()])
+    assert said[0].endswith("nothing new is noted")
+    assert store.ceilings() == ()
+    session.measured([ceiling()])
+    assert store.ceilings() == (ceiling(),), "free"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"ceilings": 3}', '{"ceilings": [{"device": "cpu"}]}'])
