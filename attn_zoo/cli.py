@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
 import gc
 import os
 import shlex
@@ -61,9 +63,15 @@ VariantName = Annotated[
 ]
 MixedEnv = Annotated[bool, typer.Option(help="Go on in a folder measured in another environment.")]
 
+_UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+"""What is wrong with a path that a user names, and not with this program."""
+
 
 def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
+    atexit.register(
+        gc.freeze
+    )  # the interpreter ends without looking for garbage in all of torch: a quarter of a second
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell wants it to be ignored
         signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
@@ -73,7 +81,6 @@ def main() -> None:
         try:
             app()
         finally:
-            gc.freeze()  # the interpreter ends without looking for garbage in all of torch: a quarter of a second
             sys.stdout.flush()  # here, where it can still be said that it failed
     except AttnZooError as error:
         console.tell(str(error))
@@ -82,6 +89,9 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(0)
     except OSError as error:
+        if error.filename is not None and error.errno in _UNUSABLE:
+            console.tell(f"{error.filename}: {error.strerror}")
+            sys.exit(AttnZooError.exit_code)
         if error.errno not in DISK_FULL:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, not into a trace
@@ -385,8 +395,9 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
         left = [item.cell.id for item in now.left]
         begun = {item.cell.id: now.begun[item.cell.key] for item in now.left if item.cell.key in now.begun}
         roofs = [one.to_dict() for one in ceilings]
-        found = {"done": counts, "left": left, "begun": begun, "stale": len(now.stale), "ceilings": roofs}
-        console.print_json({**found, "missing_shards": now.missing_shards})
+        found = {"done": counts, "left": left if now.has_plan else None, "begun": begun, "ceilings": roofs}
+        doubts = {"doubt": now.doubt, "missing_shards": now.missing_shards, "problems": dict(now.problems)}
+        console.print_json({**found, "stale": len(now.stale), **doubts})
     else:
         console.print_standing(now, [ceilings_text(one) for one in ceilings], folder, files or [])
 

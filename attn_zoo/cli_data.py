@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_zoo import console
-from attn_zoo.cli_options import AsJson, DataDir, one_of
+from attn_zoo.cli_options import AsJson, DataDir, NewDataDir, one_of
 from attn_zoo.errors import ConfigError, FolderError, counted
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def show(
 def fetch_command(
     task: Task,
     level: Annotated[str | None, typer.Option(help="Difficulty; by default all.")] = None,
-    data_dir: DataDir = None,
+    data_dir: NewDataDir = None,
     force: Annotated[bool, typer.Option("--force", help="Fetch again, over files that are there.")] = False,
 ) -> None:
     """Fetch the data of a task, check them, and write a manifest. No other command downloads anything."""

@@ -17,7 +17,7 @@ from threading import Timer
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json, to_jsonable_python
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -83,7 +83,8 @@ def told_if_slow(text: str) -> Iterator[None]:
 
 def print_json(data: Any) -> None:
     """Print plain data as JSON for scripts."""
-    print(json.dumps(data, indent=1, sort_keys=True, default=str, allow_nan=False))  # noqa: T201
+    plain = json.loads(to_json(data, inf_nan_mode="strings", fallback=str))  # JSON has no infinity
+    print(json.dumps(plain, indent=1, sort_keys=True, allow_nan=False))  # noqa: T201
 
 
 _SHORT = 12  # columns that are no wider keep their width: it is the long ones that are cut where room is short

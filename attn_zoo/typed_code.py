@@ -65,7 +65,7 @@ class _Statement:
     def text(self) -> str:
         if not self.decorators:  # others may stand on its line, and count by themselves
             return ast.get_source_segment(self.cell, self.node) or ""
-        return "\n".join(self.cell.splitlines()[self.first_line - 1 : self.node.end_lineno])
+        return "\n".join(self.cell.split("\n")[self.first_line - 1 : self.node.end_lineno])  # a form feed ends no line
 
     @property
     def text_unregistered(self) -> str:
@@ -76,7 +76,7 @@ class _Statement:
         names = [ast.unparse(call).rpartition(".")[2] for call in calls]
         kept = [one for one, name in zip(self.decorators, names, strict=True) if not name.startswith("register_")]
         lines = [f"@{ast.get_source_segment(self.cell, one)}" for one in kept]
-        return "\n".join([*lines, *self.cell.splitlines()[self.node.lineno - 1 : self.node.end_lineno]])
+        return "\n".join([*lines, *self.cell.split("\n")[self.node.lineno - 1 : self.node.end_lineno]])
 
 
 def _statements(cell: str) -> Iterator[_Statement]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import attn_zoo
-from attn_zoo import api, cli
+from attn_zoo import api, cli, console
 from attn_zoo.conformance import CheckResult
 from attn_zoo.console import print_checks, print_plan, print_standing, print_summary, told_if_slow
 from attn_zoo.discovery.providers import LoadFailure
@@ -715,6 +715,23 @@ def test_the_status_of_a_folder_with_a_damaged_file_names_it_and_goes_on(call, t
     assert "75 done" in answer.out
     assert "ceilings.json: not readable as JSON" in answer.err
     assert json.loads(call("status", str(folder), "--json").out)["ceilings"] == []
+    damaged = next((folder / "cells").glob("*.json"))
+    damaged.write_text("{")
+    found = json.loads(call("status", str(folder), "--json").out)
+    assert [Path(name).name for name in found["problems"]] == [damaged.name]
+    assert found["left"] is not None
+
+
+def test_a_path_that_cannot_be_looked_at_is_one_line(call):
+    answer = call("status", "a" * 300)
+    assert answer.code == 2
+    assert answer.err.endswith("File name too long\n")
+    assert answer.err.count("\n") == 1
+
+
+def test_infinity_is_printed_as_json(capsys):
+    console.print_json({"clip": float("inf"), "path": Path("run")})
+    assert json.loads(capsys.readouterr().out) == {"clip": "Infinity", "path": "run"}
 
 
 def test_doctor_says_what_runs_here(call):

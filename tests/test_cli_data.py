@@ -117,6 +117,15 @@ def test_list_says_what_is_generated_here_or_missing(call, needy, tmp_path):
     assert f"listops: toy data, here\n  in {folder}\n" in here.out
 
 
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_folder_of_data_that_is_not_there_is_refused(call, tmp_path, command):
+    answer = call(command, "--data-dir", str(tmp_path / "typo"))
+    assert answer.code == 2
+    assert answer.err.startswith(
+        f"--data-dir: expected a folder, as this or ATTN_ZOO_DATA names it; there is none at {tmp_path}"
+    )
+
+
 def test_list_offers_the_command_where_files_can_be_fetched(call, needy):
     needy(urls={"train": "https://x/1", "test": "https://x/2"}, num_bytes=41_000_000)
     assert "attn-zoo data fetch listops  (41 MB)" in call("list").out

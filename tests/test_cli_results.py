@@ -34,6 +34,12 @@ def test_an_index_is_written_over_the_folders_in_a_folder(call, tmp_path, monkey
     text = (tmp_path / "runs" / "README.md").read_text(encoding="utf-8")
     assert "(one/report.html)" in text
     assert "(box/two/report.html)" in text
+    assert call("report", "runs", "--index").code == 0, "our own pages are written anew"
+    (tmp_path / "runs" / "README.md").write_text("# My project\n")
+    refused = call("report", "runs", "--index")
+    assert refused.code == 2
+    assert "runs/README.md: not written by `attn-zoo report --index`" in refused.err
+    assert (tmp_path / "runs" / "README.md").read_text() == "# My project\n"
     assert call("report", "runs", "--index", "--readme").code == 2
     assert "expected results folders in it" in call("report", "runs/one", "--index").err
 

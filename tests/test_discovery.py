@@ -17,7 +17,7 @@ import pytest
 import attn_zoo
 from attn_zoo import build_attention, load_file
 from attn_zoo.attention import BuildContext
-from attn_zoo.discovery import plain_files
+from attn_zoo.discovery import plain_files, providers
 from attn_zoo.discovery.global_state import read_state
 from attn_zoo.discovery.import_trial import ask_python, importable
 from attn_zoo.discovery.providers import discover, tried_imports
@@ -131,6 +131,22 @@ def test_a_package_that_hangs_is_given_up(site):
     assert failure.provider == "zoo_plugin_hangs (zoo_plugin_hangs)"
     assert failure.reason == "did not finish importing within 1 s"
     assert "full" in variants
+
+
+def test_a_module_with_several_entry_points_is_tried_once(site, tmp_path, monkeypatch):
+    site(zoo_plugin_tried="")
+    entries = tmp_path / "zoo_plugin_tried-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[attn_zoo.variants]\none = zoo_plugin_tried\ntwo = zoo_plugin_tried\n")
+    monkeypatch.setattr(providers, "_tried", {})
+    tried: list[str] = []
+
+    def why_not_import(module: str, *_: object) -> str:
+        tried.append(module)
+        return "did not finish"
+
+    monkeypatch.setattr(providers, "why_not_import", why_not_import)
+    assert len(discover("attn_zoo.variants", all_or_nothing)) == 2
+    assert tried == ["zoo_plugin_tried"]
 
 
 def test_a_package_that_hangs_does_so_once_for_all_processes(site, monkeypatch):

@@ -96,6 +96,11 @@ def test_the_source_is_what_the_class_needs_and_no_more(prompt):
     assert describe("typed_mine").summary == "Softmax, typed."
 
 
+def test_a_form_feed_ends_no_line(prompt):
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, f"\x0c{MINE}")
+    assert MINE.strip() in source()
+
+
 def test_a_name_that_is_local_to_a_function_needs_nothing(prompt):
     body = MINE.replace("        return", "        table = key\n        return")
     prompt(IMPORTS, "FACTOR = 1.0\ntable = 1 / 1", CARD, SCORED, body)

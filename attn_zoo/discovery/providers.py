@@ -59,7 +59,7 @@ def tried_imports() -> dict[str, str]:
 def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list[LoadFailure]:
     provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
     module = entry.value.partition(":")[0]
-    found = json.loads(os.environ.get(_TRIED, "{}")).get(module)
+    found = {**json.loads(os.environ.get(_TRIED, "{}")), **_tried}.get(module)
     if found is None:
         found = why_not_import(module, "import importlib; importlib.import_module(sys.argv[1])", timeout_s)
     _tried[module] = found or ""

@@ -73,11 +73,11 @@ def paired_interval(correct_a: str | Sequence[int], correct_b: str | Sequence[in
     >>> f"{low:.2f} {high:.2f}"
     '-0.14 0.31'
     """
+    if wrong := {*correct_a, *correct_b} - {0, 1, "0", "1"}:
+        raise ValueError(f"expected only 0 and 1 as marks; got {', '.join(sorted(map(str, wrong)))}")
     first, second = ([int(mark) for mark in marks] for marks in (correct_a, correct_b))
     if len(first) != len(second) or not first:
         raise ValueError(f"expected the same, non-zero number of examples; got {len(first)} and {len(second)}")
-    if not {*first, *second} <= {0, 1}:
-        raise ValueError(f"expected only 0 and 1 as marks; got {sorted({*first, *second})}")
     from scipy import special
 
     only_a = sum(a > b for a, b in zip(first, second, strict=True))

@@ -113,7 +113,9 @@ def test_swapping_the_models_turns_the_sign(pairs):
     assert -1 <= low < high <= 1
 
 
-@pytest.mark.parametrize(("a", "b"), [("", ""), ("1", "10"), ("12", "11"), ([0, -1], [0, 1])])
+@pytest.mark.parametrize(
+    ("a", "b"), [("", ""), ("1", "10"), ("12", "11"), ([0, -1], [0, 1]), ([0, 0.5], [0, 1]), ("1a", "10")]
+)
 def test_marks_that_cannot_be_compared_are_refused(a, b):
     with pytest.raises(ValueError, match="expected"):
         paired_interval(a, b)
