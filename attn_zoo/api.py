@@ -186,7 +186,7 @@ def run_again(
         from attn_zoo.matrix.plan.expand import require_devices
 
         is_remote = engine != "local"
-        planned = _stored_plan(Path(folder), _path(data_dir, must_exist=not is_remote), is_remote=is_remote)
+        planned = _stored_plan(Path(folder), data_folder(data_dir, must_exist=not is_remote), is_remote=is_remote)
         if engine == "local":
             require_devices(planned.cells)
         return planned
@@ -254,7 +254,7 @@ def _measure(
             retry_statuses=statuses,
             time_limit_min=time_limit_min,
             progress=make_progress() if progress else Progress(),
-            data_dir=_path(data_dir),
+            data_dir=data_folder(data_dir),
             **options,
         )
     return Run([place], summary)
@@ -311,7 +311,7 @@ def plan(
         only=_listed("only", only),
         shard=_shard(shard),
         add_variants=names,
-        data_dir=_path(data_dir, must_exist=not is_remote),
+        data_dir=data_folder(data_dir, must_exist=not is_remote),
         is_remote=is_remote,
         should_probe=should_probe,
         has_estimates=has_estimates,
@@ -383,7 +383,8 @@ def _device(name: str, is_remote: bool = False) -> str:
     return name
 
 
-def _path(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
+def data_folder(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
+    """Return where data are to be looked for first; raise `ConfigError` where that `must_exist` and does not."""
     if given and must_exist and not Path(given).is_dir():
         raise ConfigError(
             "--data-dir", [("", f"expected a folder, as this or ATTN_ZOO_DATA names it; there is none at {given}")]
@@ -435,7 +436,7 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
     from attn_zoo.matrix.plan.planned_cell import PlannedCell
     from attn_zoo.matrix.store.store import Store
 
-    store, data = Store(folder), _path(data_dir, must_exist=True)
+    store, data = Store(folder), data_folder(data_dir, must_exist=True)
     try:
         cells, doubt, has_plan = _stored_plan(store.folder, data).cells, "", True
     except ConfigError as error:

@@ -69,9 +69,7 @@ _UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.E
 
 def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
-    atexit.register(
-        gc.freeze
-    )  # the interpreter ends without looking for garbage in all of torch: a quarter of a second
+    atexit.register(gc.freeze)  # looking for garbage in all of torch before the end takes a quarter of a second
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell wants it to be ignored
         signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attn_zoo import console
-from attn_zoo.cli_options import AsJson, DataDir, NewDataDir, one_of
+from attn_zoo.cli_options import AsJson, DataDir, HereDataDir, one_of
 from attn_zoo.errors import ConfigError, FolderError, counted
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 
 @data.command("list")
-def list_command(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+def list_command(data_dir: HereDataDir = None, as_json: AsJson = False) -> None:
     """List tasks, their levels, and whether their data are here. Touches no network and makes no data."""
     levels = _levels(data_dir)
     if as_json:
@@ -182,7 +182,7 @@ def show(
     level: Level = None,
     split: SplitOption = "test",
     count: Annotated[int, typer.Option(min=1, help="How many examples.")] = 3,
-    data_dir: DataDir = None,
+    data_dir: HereDataDir = None,
 ) -> None:
     """Print examples as a person reads them."""
     name = _split(split)
@@ -211,7 +211,7 @@ def show(
 def fetch_command(
     task: Task,
     level: Annotated[str | None, typer.Option(help="Difficulty; by default all.")] = None,
-    data_dir: NewDataDir = None,
+    data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="Fetch again, over files that are there.")] = False,
 ) -> None:
     """Fetch the data of a task, check them, and write a manifest. No other command downloads anything."""
@@ -268,7 +268,7 @@ def _verdict(source: Source, data_dir: Path | None, *, record: bool) -> dict[str
 def verify_command(
     task: Annotated[str | None, typer.Argument(help="Name of a task; by default all.", show_default=False)] = None,
     level: Annotated[str | None, typer.Option(help="Difficulty; by default all.")] = None,
-    data_dir: DataDir = None,
+    data_dir: HereDataDir = None,
     record: Annotated[bool, typer.Option("--record", help="Write a manifest where there is none.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -295,7 +295,7 @@ def export(
     out: Annotated[Path, typer.Option(help="File (or, for pictures, folder) to write; must not exist.")],
     level: Level = None,
     split: SplitOption = "test",
-    data_dir: DataDir = None,
+    data_dir: HereDataDir = None,
 ) -> None:
     """Write a split for other programs: JSON Lines, or the task's published form, or pictures."""
     name = _split(split)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attn_zoo import console
-from attn_zoo.cli_options import DataDir, VariantFiles, load_files, one_of
+from attn_zoo.cli_options import HereDataDir, VariantFiles, load_files, one_of
 from attn_zoo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def attention(
         str, typer.Option(help="What a square that stands for several positions shows: max or mean.")
     ] = "max",
     other: Annotated[bool, typer.Option("--other", help="Of a pair of inputs, the second one.")] = False,
-    data_dir: DataDir = None,
+    data_dir: HereDataDir = None,
     files: VariantFiles = None,
 ) -> None:
     """Draw which positions each head of a trained model looks at: the weights that it really uses."""
@@ -87,7 +87,7 @@ def positions(
     kind: Annotated[str | None, typer.Option(help="Without a folder: sinusoidal or learned.")] = None,
     length: Annotated[int | None, typer.Option("--len", help="Without a folder: positions; default 128.")] = None,
     dim: Annotated[int | None, typer.Option(help="Without a folder: features; default 64.")] = None,
-    data_dir: DataDir = None,
+    data_dir: HereDataDir = None,
     files: VariantFiles = None,
 ) -> None:
     """Draw the positions that a model adds to its embeddings, and how alike they are."""

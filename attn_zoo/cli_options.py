@@ -7,26 +7,19 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from attn_zoo import console
-from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo import api, console
+from attn_zoo.errors import UnknownNameError
 
 VariantFiles = Annotated[
     list[Path] | None, typer.Option("--variant-file", help="Python file that registers variants; may be repeated.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-
-
-def _is_there(folder: Path | None) -> Path | None:
-    """Refuse a folder of data that is not there: other places would be searched without a word."""
-    if folder is not None and not folder.is_dir():
-        text = f"expected a folder, as this or ATTN_ZOO_DATA names it; there is none at {folder}"
-        raise ConfigError("--data-dir", [("", text)])
-    return folder
-
-
-_DATA = {"envvar": "ATTN_ZOO_DATA", "help": "Where tasks find local data."}
-DataDir = Annotated[Path | None, typer.Option(callback=_is_there, **_DATA)]
-NewDataDir = Annotated[Path | None, typer.Option(**_DATA)]
+_DATA: Any = {"envvar": "ATTN_ZOO_DATA", "help": "Where tasks find local data."}
+DataDir = Annotated[Path | None, typer.Option(**_DATA)]
+HereDataDir = Annotated[
+    Path | None, typer.Option(callback=lambda given: api.data_folder(given, must_exist=True), **_DATA)
+]
+"""Of commands that read data in this process: else other places would be searched without a word."""
 
 
 def one_of(choices: Any, kind: str, text: str) -> Any:

@@ -24,6 +24,7 @@ from attn_zoo.conformance import CheckResult
 from attn_zoo.console import print_checks, print_plan, print_standing, print_summary, told_if_slow
 from attn_zoo.discovery.providers import LoadFailure
 from attn_zoo.displays import Checks
+from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import Standing, Summary
 from attn_zoo.matrix.store.store import Store
@@ -727,6 +728,18 @@ def test_a_path_that_cannot_be_looked_at_is_one_line(call):
     assert answer.code == 2
     assert answer.err.endswith("File name too long\n")
     assert answer.err.count("\n") == 1
+
+
+def test_data_of_other_machines_need_not_be_here(call, monkeypatch):
+    asked = []
+
+    def run(*_: object, **options: object) -> None:
+        asked.append(options["data_dir"])
+        raise ConfigError("the engine", [("", "is none")])
+
+    monkeypatch.setattr(api, "run", run)
+    assert call("run", "quick", "--engine", "ray", "--data-dir", "/there/only").err == "the engine: is none\n"
+    assert asked == [Path("/there/only")]
 
 
 def test_infinity_is_printed_as_json(capsys):
