@@ -61,6 +61,7 @@ class _RealFourier(torch.autograd.Function):
         variable_seq_len=False,
         attention_dropout=False,
         positions=("none",),
+        dtypes=("float32", "bfloat16", "float64"),
         why={
             "causal": "every output is a sum over all positions",
             "cross_attention": "it transforms one sequence",
@@ -69,6 +70,7 @@ class _RealFourier(torch.autograd.Function):
             "grouped_query": "it has no heads to group",
             "attention_dropout": "its weights are the fixed waves of the transform",
             "positions": "it has no queries and keys to rotate, and no scores to bias",
+            "dtypes": "it sums all L E inputs, and float16 ends at 65504",
         },
     ),
     complexity=Complexity(
@@ -90,7 +92,7 @@ class _RealFourier(torch.autograd.Function):
         code="https://github.com/google-research/google-research/tree/master/f_net",
         deviations=(
             "Padded positions are set to zero before the transform; the paper has no mask.",
-            "16-bit inputs are transformed in float32.",
+            "bfloat16 inputs are transformed in float32.",
         ),
     ),
 )

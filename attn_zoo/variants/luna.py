@@ -2,9 +2,9 @@
 
 Ma et al. 2021, "Luna: Linear Unified Nested Attention", arXiv 2106.01540, section 3.
     Y_P = Attn(P, X)   (pack),   Y_X = Attn(X, Y_P)   (unpack),   Attn(Q, C) = softmax(Q W_Q (C W_C)^T / sqrt(D)) C W_C
-    P' = LayerNorm(Y_P + P), which is the memory of the next layer; that of the first layer is learned.
-The norm acts where the next layer receives the memory, so that the last layer has none it would not use. Symbols: the
-paper's n is our L, its l is M = `packed_len`; W = H D is the width of the memory.
+    P' = LayerNorm(Y_P + P), which is the memory of the next layer; that of the first layer is learned, and normalised.
+The norm acts where a layer receives the memory, so that the last layer has none it would not use. Symbols: the paper's
+n is our L, its l is M = `packed_len`; W = H D is the width of the memory.
 Cost: time O(B H L M D); memory O(B L W + B M W).
 """
 
@@ -64,9 +64,9 @@ def luna_projection_flops(shape: Shape) -> int:
 
 
 def luna_bytes(shape: Shape, itemsize: int) -> int:
-    """Count inputs, output, and the first memory or the norm of a later one. What passes between layers is left out."""
+    """Count inputs, output, the norm and the first memory. What passes between layers is left out."""
     packed_len, width = _sizes(shape)
-    return shape.io_bytes(itemsize) + (2 if shape.layer_index else packed_len) * width * itemsize
+    return shape.io_bytes(itemsize) + (2 if shape.layer_index else packed_len + 2) * width * itemsize
 
 
 def luna_projection_bytes(shape: Shape, itemsize: int) -> int:
@@ -120,6 +120,8 @@ def luna_projection_bytes(shape: Shape, itemsize: int) -> int:
         deviations=(
             "Keys and values are one projection (W_K = W_V), as in the authors' code.",
             "The learned memory of the first layer has no sinusoidal positions added, as it has in the authors' code.",
+            "It is normalised, as in most of the authors' set-ups of Long Range Arena; the paper has no norm there.",
+            "All rows of the memory are read, whatever the length; the authors' code hides those beyond the length.",
             "The norm of the memory comes after its residual in models that normalise first, too.",
             "No dropout on what is added to the memory: a mixer knows only dropout on attention weights.",
             "Packing has as many heads as unpacking, where the authors' code has a number for each.",
@@ -132,7 +134,7 @@ class Luna(AbstractMixer):
 
     Args:
         config: size of the memory.
-        build: sizes; the first memory is in `shared`, and every layer but the first normalises what it receives.
+        build: sizes; the first memory is in `shared`, and every layer normalises what it receives.
     """
 
     config: LunaConfig
@@ -147,7 +149,7 @@ class Luna(AbstractMixer):
         self.out_proj = nn.Linear(width, build.embed_dim)
         rows = torch.randn(config.packed_len, width) * width**-0.5
         self.memory: nn.Parameter = build.shared.setdefault("luna memory", nn.Parameter(rows))
-        self.memory_norm = nn.LayerNorm(width) if build.layer_index else None
+        self.memory_norm = nn.LayerNorm(width)
 
     def init_carry(self, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the learned memory `[B, M, W]`: one for all layers of a model, and read by the first of them."""
@@ -162,7 +164,7 @@ class Luna(AbstractMixer):
         """Pack and unpack with `attend(query, context, mask)` over heads."""
         assert carry is not None  # the contract starts from `init_carry`
         hidden = finite_padding(hidden, mask)
-        memory = carry if self.memory_norm is None else self.memory_norm(carry)
+        memory = self.memory_norm(carry)
         query, context = self._heads(memory, self.pack_query_proj), self._heads(hidden, self.pack_context_proj)
         packed = attend(query, context, mask).transpose(1, 2).flatten(2)  # Y_P [B, M, W]
         query, context = self._heads(hidden, self.query_proj), self._heads(packed, self.context_proj)

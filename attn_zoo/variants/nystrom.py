@@ -5,6 +5,7 @@ Xiong et al. 2021, "Nyströmformer", arXiv 2102.03902, equations 13 to 15.
                                    B = softmax(Q_m K^T / sqrt(D))
 Landmarks Q_m and K_m are means over segments of ceil(L / m) positions. The pseudoinverse A^+ is iterated,
     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4,   Z_0 = A^T / (|A|_1 |A|_inf)
+Where each position is a landmark, F = A = B, and F A^+ B = A: softmax attention is computed, as in the authors' code.
 conv is one filter over positions for each head. F and B are never stored: both are exact attention, of queries to
 landmarks and of landmarks to keys, by the kernels of `full`. Symbols: the paper's n is our L, its d_q our D.
 Cost: time O(B H (L m D + m^3)); memory O(B H (L D + m^2)).
@@ -34,7 +35,7 @@ class NystromConfig(VariantConfig):
     """The paper's choices.
 
     Args:
-        num_landmarks: m. Of a shorter sequence every position is a landmark.
+        num_landmarks: m. Of a sequence that is no longer every position is a landmark, and attention is exact.
         pinv_iterations: of the pseudoinverse; the paper takes six. More come nearer to A^+ and need not come nearer to
             softmax attention: small singular values of A, left out by few iterations, turn up in A^+ as large ones.
         conv_len: positions that the filter of the skip connection sees, an odd number; 0 for none. The authors take 35
@@ -44,8 +45,6 @@ class NystromConfig(VariantConfig):
     num_landmarks: int = 64
     pinv_iterations: int = 6
     conv_len: int = 35
-
-    budget_error = 0.1  # singular values that the iterations do not reach
 
     def __post_init__(self) -> None:
         for name, value in (("num_landmarks", self.num_landmarks), ("pinv_iterations", self.pinv_iterations)):
@@ -61,7 +60,7 @@ class NystromConfig(VariantConfig):
 
     @classmethod
     def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:
-        """Return more and more landmarks; with one at each position, F A^+ B is A A^+ A = A."""
+        """Return more and more landmarks, up to one at each position."""
         counts = (max(1, seq_len // 8), max(1, seq_len // 2), seq_len)
         return tuple({"num_landmarks": count, "conv_len": 0} for count in counts)
 
@@ -72,15 +71,21 @@ def _segments(shape: Shape) -> int:
     return -(-shape.key_len // -(-shape.key_len // config.num_landmarks))
 
 
+def _attending_flops(shape: Shape) -> int:
+    """Count the exact attentions: F and B, or softmax attention where each position is a landmark."""
+    count = _segments(shape)
+    num_attentions = 1 if count == shape.key_len else 2
+    return num_attentions * 4 * shape.batch_size * shape.num_heads * shape.key_len * count * shape.head_dim
+
+
 def nystrom_flops(shape: Shape) -> int:
-    """Count both exact attentions, A, four products for each iteration, A^+ (B V), and the filter."""
+    """Count the exact attentions, A, four products for each iteration, A^+ (B V), and the filter."""
     config: NystromConfig = shape.config or NystromConfig()
     count, dim, length = _segments(shape), shape.head_dim, shape.key_len
-    attending = 8 * length * count * dim
-    inverting = 2 * count**2 * dim + 8 * config.pinv_iterations * count**3 + 2 * count**2 * dim
+    inverting = 4 * count**2 * dim + 8 * config.pinv_iterations * count**3 if count < length else 0
     size = _chunk_len(config.conv_len)
     filtering = 2 * -(-length // size) * size * (size + config.conv_len - 1) * dim if config.conv_len else 0
-    return shape.batch_size * shape.num_heads * (attending + inverting + filtering)
+    return _attending_flops(shape) + shape.batch_size * shape.num_heads * (inverting + filtering)
 
 
 def nystrom_bytes(shape: Shape, itemsize: int) -> int:
@@ -90,9 +95,8 @@ def nystrom_bytes(shape: Shape, itemsize: int) -> int:
 
 
 def nystrom_backward_ratio(shape: Shape) -> float:
-    """Return 2.5 for both exact attentions, which recompute their scores, and 2 for the rest."""
-    attending = 8 * shape.batch_size * shape.num_heads * shape.key_len * _segments(shape) * shape.head_dim
-    return 2.0 + 0.5 * attending / nystrom_flops(shape)
+    """Return 2.5 for the exact attentions, which recompute their scores, and 2 for the rest."""
+    return 2.0 + 0.5 * _attending_flops(shape) / nystrom_flops(shape)
 
 
 @register_attention(
@@ -183,12 +187,14 @@ class NystromAttention(AbstractAttention):
         note_path("nystrom")
         mask, dropout_p = key_padding_mask, self.build.dropout_p if self.training else 0.0
         key, value = (blank_padding(x, mask) for x in (key, value))
-        query_marks, key_marks = self._landmarks(query, mask), self._landmarks(key, mask)
-        empty = self._empty(mask)
-        summaries = exact_attention(query_marks, key, value, score_bias=score_bias, key_padding_mask=mask)  # B V
-        key_marks = expand_kv_heads(key_marks, self.build.num_heads)
-        inverse = self._inverse(query_marks, key_marks, empty)
-        summaries = (inverse @ summaries.to(inverse.dtype)).to(value.dtype)  # A^+ (B V) [B, H, m, D]
+        summaries, key_marks, empty = value, key, mask
+        if self._width(key.shape[2]) > 1:
+            query_marks, key_marks = self._landmarks(query, mask), self._landmarks(key, mask)
+            empty = self._empty(mask)
+            summaries = exact_attention(query_marks, key, value, score_bias=score_bias, key_padding_mask=mask)  # B V
+            key_marks = expand_kv_heads(key_marks, self.build.num_heads)
+            inverse = self._inverse(query_marks, key_marks, empty)
+            summaries = (inverse @ summaries.to(inverse.dtype)).to(value.dtype)  # A^+ (B V) [B, H, m, D]
         output = exact_attention(
             query, key_marks, summaries, score_bias=score_bias, key_padding_mask=empty, dropout_p=dropout_p
         )
@@ -209,7 +215,10 @@ class NystromAttention(AbstractAttention):
         filled = None if empty is None else ~empty[:, None, None, :]
         to_marks = masked_softmax(query @ key_marks.mT * scale, filled)  # F [B, H, L, m]
         from_marks = masked_softmax(query_marks @ key.mT * scale, seen)  # B [B, H, m, L]
-        output = to_marks @ self._inverse(query_marks, key_marks, empty) @ (from_marks @ value)
+        if self._width(key.shape[2]) == 1:
+            output = to_marks @ value
+        else:
+            output = to_marks @ self._inverse(query_marks, key_marks, empty) @ (from_marks @ value)
         if self.filter is not None:
             near = pad(value, (0, 0, self.config.conv_len // 2, self.config.conv_len // 2))
             windows = near.unfold(2, self.config.conv_len, 1)  # [B, H, L, D, conv_len]

@@ -34,8 +34,8 @@ RELU_FLOOR = 1e-3
 """Added to features of `"relu"`, so that no query is left without a weight; the authors' `kernel_epsilon`."""
 
 LARGEST_EXPONENT = 60.0
-"""Of a key's feature; exp(60) leaves room in float32 for sums over a million positions. Of a row w no key exceeds
-|w|^2 / 2, so it takes D above 120, and a key that lies along a row, to be cut here."""
+"""Of a causal key's feature; exp(60) leaves room in float32 for sums over a million positions. Of a row w no key
+exceeds |w|^2 / 2, so it takes D above 120, and a key that lies along a row, to be cut here."""
 
 EPS = 1e-30
 """Added to the normaliser, for rows that see no key, or only keys whose features have died out in float32."""
@@ -50,7 +50,8 @@ class PerformerConfig(VariantConfig):
             grows as exp(|q + k|^2 / (2 sqrt(D))) (lemma 2): for unit normal queries and keys with D = 16 it takes
             65 536 rows to halve the error of the output.
         kernel: `"softmax"`, the estimate of softmax attention; `"relu"`, the generalised attention that did best in the
-            paper's experiments on proteins, and is Performer in Nyströmformer's table of Long Range Arena.
+            paper's experiments on proteins. In Nyströmformer's table of Long Range Arena Performer is `"softmax"`: its
+            code asks for `relu` and never turns generalised attention on.
     """
 
     num_features: int = 256
@@ -153,9 +154,12 @@ def draw_rows(count: int, dim: int, seed: int) -> Tensor:
         equation="2, 5, 7",
         code="https://github.com/google-research/google-research/tree/master/performer",
         deviations=(
-            "The rows w are drawn once, for each layer, by the seed; the authors can redraw them while training.",
-            "Nothing is added to features of the softmax kernel; the authors add 0.0001, which evens the weights out.",
-            "Features of keys are not divided by the largest of all, which a causal position may not know.",
+            "The rows w are drawn once, for each layer, by the seed; the authors' code draws them anew in every call.",
+            "Nothing is added to features of the softmax kernel; the authors' code adds 0.000001 to each.",
+            "A feature is divided by its largest key's, where the authors' code divides all by the largest of all.",
+            "Causal features are not divided, as that key may be a later one.",
+            "So those of causal keys with |k|^2 above 200 sqrt(D) die out, and rows that see no others are near zero.",
+            "Generalised attention projects x over D^(1/4); the code of Long Range Arena does neither.",
             "Dropout on attention weights drops keys for all queries of a head alike, as single weights never exist.",
             "Features and sums are kept in float32 at least, whatever the dtype of queries, keys and values.",
         ),
@@ -183,21 +187,27 @@ class Performer(AbstractAttention):
         scale: float = self.build.head_dim**-0.25
         return heads @ (self.rows.to(heads.dtype) * scale).mT
 
-    def _query_features(self, query: Tensor) -> Tensor:
-        """Return phi(Q) `[B, H, L, m]`, of the softmax kernel up to a factor of the row, which the quotient cancels."""
-        projected = self._project(query)
-        if self.config.kernel == "relu":
-            return projected.relu() + RELU_FLOOR
-        return (projected - projected.detach().amax(-1, keepdim=True)).exp()
+    def _phi(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return phi(Q) `[B, H, L, m]` and phi(K) `[B, G, S, m]`, zero at padding.
 
-    def _key_features(self, key: Tensor) -> Tensor:
-        """Return phi(K) `[B, G, S, m]`."""
-        projected = self._project(key)
-        if self.config.kernel == "relu":
-            return projected.relu() + RELU_FLOOR
+        Those of the softmax kernel are up to factors that the quotient cancels, of each query and of each feature: what
+        a key loses in exp(-c) its queries gain. So one weight of each row is at least 1, however large keys are.
+        """
         scale: float = self.build.head_dim**-0.5
         half_square = key.square().sum(-1, keepdim=True) * (scale / 2)  # |x|^2 / 2
-        return (projected - half_square).clamp(max=LARGEST_EXPONENT).exp()
+        query, key = self._project(query), self._project(key)
+        if self.config.kernel == "relu":
+            return query.relu() + RELU_FLOOR, blank_padding(key.relu() + RELU_FLOOR, mask)
+        key = key - half_square
+        if mask is not None:
+            key = key.masked_fill(mask[:, None, :, None], float("-inf"))
+        if self.build.is_causal:  # the largest key may be a later one
+            key = key.clamp(max=LARGEST_EXPONENT)
+        else:
+            largest = key.detach().amax(2, keepdim=True)  # c [B, G, 1, m]
+            largest = largest.masked_fill(largest.isneginf(), 0.0)  # all is padding
+            key, query = key - largest, query + expand_kv_heads(largest, self.build.num_heads)
+        return (query - query.detach().amax(-1, keepdim=True)).exp(), key.exp()
 
     def _features(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
@@ -208,8 +218,8 @@ class Performer(AbstractAttention):
         value = expand_kv_heads(value, self.build.num_heads)
         if self.training and self.build.dropout_p > 0:
             value = value * dropout(torch.ones_like(value[..., :1]), self.build.dropout_p)
-        key = expand_kv_heads(blank_padding(self._key_features(key), mask), self.build.num_heads)
-        return self._query_features(query.to(wide)), key, value
+        query, key = self._phi(query.to(wide), key, mask)
+        return query, expand_kv_heads(key, self.build.num_heads), value
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         note_path("performer.chunked" if self.build.is_causal else "performer.sum")
@@ -222,7 +232,8 @@ class Performer(AbstractAttention):
         dtype = query.dtype
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
         key, value = (expand_kv_heads(blank_padding(x, key_padding_mask), query.shape[1]) for x in (key, value))
-        weights = self._query_features(query) @ self._key_features(key).mT  # [B, H, L, S]
+        query, key = self._phi(query, key, key_padding_mask)
+        weights = query @ key.mT  # [B, H, L, S]
         keep = keep_mask(
             query.shape[2],
             key.shape[2],
@@ -260,4 +271,4 @@ class Performer(AbstractAttention):
         """Return phi(Q), phi(K) and the values in the dtype of the state."""
         self._require_batch(query, state)
         query, key, value = (x.to(state.dtype) for x in (query, key, value))
-        return self._query_features(query), self._key_features(key), value
+        return *self._phi(query, key), value

@@ -221,7 +221,7 @@ class SinkhornState:
         deviations=(
             "No Gumbel noise is added to R in training: without dropout a call draws nothing.",
             "The sorting network is one linear map of keys, as in the authors' code; the paper's has layers and ReLU.",
-            "It has no bias: what is the same in a column, balancing takes away.",
+            "It has no bias: what is the same in a column, balancing takes away; the causal form has none either.",
             "The causal form normalises rows alone; the paper balances columns too, whose sums hold later rows.",
             "One softmax over both blocks; the authors' code adds two attentions.",
             "In that code S shares no index with the blocks, so that each sorted block is the sum of all of them.",

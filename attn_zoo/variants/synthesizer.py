@@ -280,7 +280,8 @@ class Synthesizer(AbstractMixer):
                 return (a[..., :, None] * b[..., None, :]).flatten(-2)[..., :num_keys]
             case "dot_product":
                 assert key is not None
-                return self._heads(hidden, self.query_proj) @ key.mT / math.sqrt(self.build.head_dim)
+                query = self._heads(hidden, self.query_proj) / math.sqrt(self.build.head_dim)  # float16 ends at 65504
+                return query @ key.mT
 
     def _mix(
         self, hidden: Tensor, given: SynthesizerState, mask: Tensor | None = None, dropout_p: float = 0.0

@@ -78,12 +78,19 @@ def test_every_position_reaches_every_position():
     assert (gradient.abs() > 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_are_transformed_in_float32(dtype: torch.dtype):
-    hidden = draw(2, 31).to(dtype)
+def test_bfloat16_is_transformed_in_float32():
+    hidden = draw(2, 31).bfloat16()
     output = make(31)(hidden)
-    assert output.dtype == dtype
-    torch.testing.assert_close(output, make(31)(hidden.float()).to(dtype), rtol=0, atol=0)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output, make(31)(hidden.float()).bfloat16(), rtol=0, atol=0)
+
+
+def test_float16_is_refused_as_a_sum_of_ordinary_inputs_leaves_its_range():
+    mixer, hidden = make(2048, 512), torch.full((1, 2048, 512), 0.1)
+    with pytest.raises(UnsupportedError, match="sums all L E inputs, and float16 ends at 65504") as caught:
+        mixer.half()(hidden.half())
+    assert caught.value.capability == "dtypes"
+    assert mixer(hidden).max() > 65504
 
 
 def test_cost_is_what_runs_in_both_directions():

@@ -77,8 +77,8 @@ def test_two_layers_are_the_definition(length: int, has_padding: bool, embed_dim
     sizes = {"embed_dim": embed_dim, "head_dim": DIM}
     first, second, hidden = make(0, **sizes), make(1, **sizes), draw(length, embed_dim)
     mask = padding_for(length) if has_padding else None
-    start = first.memory.expand(BATCH, -1, -1)
-    output, carry = by_the_definition(first, hidden, mask, start)
+    memory = torch.nn.functional.layer_norm(first.memory, (HEADS * DIM,)).expand(BATCH, -1, -1)
+    output, carry = by_the_definition(first, hidden, mask, memory)
     memory = torch.nn.functional.layer_norm(carry, (HEADS * DIM,))
     expected = (output, carry, *by_the_definition(second, output, mask, memory))
     for run in ("mix", "reference"):

@@ -175,6 +175,21 @@ def test_no_feature_overflows_and_a_query_may_be_of_any_size(size: float, dim: i
     assert (output.abs().amax(2) <= value.abs().amax(2) * 1.001).all(), "a mean of values"
 
 
+@pytest.mark.parametrize("size", [6.0, 30.0])
+def test_a_row_is_a_mean_of_values_however_large_queries_and_keys_are(size: float):
+    """Features of such keys are below the smallest number of float32, as those of the padding are."""
+    module = make(build={"embed_dim": HEADS * 64}, num_features=256).float()
+    query, key, value = (x.float() for x in draw(100, dim=64))
+    padding = padding_for(100)
+    leaves = [size * query, size * key, torch.ones_like(value)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    for run in (module, module.reference):
+        output = run(*leaves, key_padding_mask=padding)
+        expected = (~padding.all(1)).float()[:, None, None, None].expand_as(output)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(output.sum(), leaves))
+
+
 def test_decode_state_does_not_grow_and_is_wide():
     module, inputs = make(True, build={"num_kv_heads": 1}), draw(9, num_kv_heads=1)
     state = module.init_state(BATCH, dtype=torch.float64)
