@@ -389,11 +389,16 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
     except StoreError as error:
         console.tell(f"warning: {error}")
     if as_json:
-        counts = {record.cell.id: {"status": record.status, "reason": record.reason} for record in now.done}
-        left = [item.cell.id for item in now.left]
-        begun = {item.cell.id: now.begun[item.cell.key] for item in now.left if item.cell.key in now.begun}
+        done = [
+            {"id": record.cell.id, "key": record.cell.key, "status": record.status, "reason": record.reason}
+            for record in now.done
+        ]
+        left = [
+            {"id": item.cell.id, "key": item.cell.key, "num_repeats": now.begun.get(item.cell.key, 0)}
+            for item in now.left
+        ]
         roofs = [one.to_dict() for one in ceilings]
-        found = {"done": counts, "left": left if now.has_plan else None, "begun": begun, "ceilings": roofs}
+        found = {"done": done, "left": left if now.has_plan else None, "ceilings": roofs}
         doubts = {"doubt": now.doubt, "missing_shards": now.missing_shards, "problems": dict(now.problems)}
         console.print_json({**found, "stale": len(now.stale), **doubts})
     else:

@@ -91,6 +91,8 @@ def compare(
     from attn_zoo.report.tables.table import to_terminal
     from attn_zoo.report.units import MOST_LINES
 
+    if markdown and as_json:
+        raise ConfigError("--markdown", [("", "expected either --markdown or --json, not both")])
     found = compare_runs(before, after, allow=allow or (), limit=_share("--fail-above", fail_above))
     tables = found.tables(most=MOST_LINES)
     if as_json:
@@ -135,16 +137,20 @@ def _share(option: str, text: str | None) -> float | None:
 def export(
     folders: Folders,
     out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
-    fmt: Annotated[str, typer.Option("--format", help="csv, jsonl, parquet, markdown or latex")] = "csv",
+    fmt: Annotated[
+        str | None,
+        typer.Option("--format", help="csv, jsonl, parquet, markdown or latex; by default what the name ends in."),
+    ] = None,
     table: Annotated[
         str | None, typer.Option(help="Only this table of the report, such as exponents; csv, markdown or latex.")
     ] = None,
 ) -> None:
     """Write all observations as one flat file, one row each; or the tables of the report."""
+    from attn_zoo.report.export import SUFFIXES
     from attn_zoo.report.export import export as export_runs
 
     warnings: list[str] = []
-    path = export_runs(folders, fmt, out, table, warnings.append)
+    path = export_runs(folders, fmt or SUFFIXES.get(out.suffix.lower(), "csv"), out, table, warnings.append)
     _print_each("warning", warnings)
     console.say(f"wrote {path}")
 

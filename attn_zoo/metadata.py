@@ -32,6 +32,8 @@ LINEAR_BACKWARD_RATIO = 2.0
 """FLOPs of the backward of a matrix product over those of its forward: one product for each of its two factors."""
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+DEVICES = ("cpu", "cuda")
 _PROMISES = (
     *("bidirectional", "cross_attention", "key_padding_mask", "variable_seq_len", "grouped_query", "attention_dropout"),
     *("is_exact", "is_permutation_invariant", "is_padding_invariant", "is_deterministic"),
@@ -125,7 +127,7 @@ class Capabilities:
     is_simulated: bool = False
     is_control: bool = False
     dtypes: tuple[str, ...] = FLOAT_DTYPES
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    devices: tuple[str, ...] = DEVICES
     requires: tuple[str, ...] = ()
     why: Mapping[str, str] = field(default_factory=lambda: _NO_REASONS)
 
@@ -136,8 +138,12 @@ class Capabilities:
         for name in self.dtypes if isinstance(self.dtypes, tuple) else ():
             if name not in FLOAT_DTYPES:
                 raise UnknownNameError("dtype", str(name), FLOAT_DTYPES, f"dtypes are {', '.join(FLOAT_DTYPES)}")
-        if not self.dtypes:
-            raise ValueError("dtypes: expected at least one; got nothing")
+        for name in self.devices if isinstance(self.devices, tuple) else ():
+            if name not in DEVICES:
+                raise UnknownNameError("device", str(name), DEVICES, f"devices are {', '.join(DEVICES)}")
+        for field_name in ("dtypes", "devices"):
+            if not getattr(self, field_name):
+                raise ValueError(f"{field_name}: expected at least one; got nothing")
         if type(self.seq_len_multiple) is int and self.seq_len_multiple < 1:
             raise ValueError(f"seq_len_multiple: expected at least 1; got {self.seq_len_multiple}")
         if "none" not in self.positions:

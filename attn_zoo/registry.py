@@ -523,6 +523,11 @@ def _wrong_types(variant: Variant) -> list[tuple[str, str]]:
     ):
         how = "@dataclass(frozen=True, kw_only=True, slots=True)"
         problems.append((config.__name__, f"expected {how} before it, without which it has no options"))
+    else:
+        try:
+            get_type_hints(config)
+        except Exception as error:  # whatever an annotation raises
+            problems.append((config.__name__, _unreadable(error)))
     for name, kind in (("capabilities", Capabilities), ("complexity", Complexity), ("reference", Reference)):
         record: Any = getattr(variant, name)
         if not isinstance(record, kind):
@@ -586,7 +591,7 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
     try:
         model = _model_of(config)  # type: ignore[arg-type]
     except Exception as error:
-        raise ConfigError(source, [(config.__name__, f"its annotations cannot be read: {_raised(error)}")]) from error
+        raise ConfigError(source, [(config.__name__, _unreadable(error))]) from error
     try:
         checked = _checked(model, given)
     except ValidationError as error:
@@ -612,6 +617,10 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         raise ConfigError(source, [("", str(error))]) from None
     except Exception as error:
         raise ConfigError(source, [("", _raised(error))]) from error
+
+
+def _unreadable(error: Exception) -> str:
+    return f"its annotations cannot be read: {_raised(error)}"
 
 
 def _raised(error: Exception) -> str:
@@ -676,7 +685,10 @@ def _field(item: Field[Any]) -> Any:
 
 
 def config_digest(config: object) -> str:
-    """Return 16 hexadecimal digits that are equal exactly for equal configs, in every process."""
+    """Return 16 hexadecimal digits that are equal for configs that are written alike, in every process.
+
+    Numbers of another type are written otherwise: 1 is not 1.0.
+    """
     return hashlib.sha256(_spelled(config).encode()).hexdigest()[:16]
 
 

@@ -424,6 +424,10 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     assert call("export", "one", *table).code == 0
     latex = Path("growth.tex").read_text()
     assert latex.count(r"\begin{table}") == latex.count(r"\label{tab:exponents}") == 1
+    assert call("export", "one", *table[:2], "--out", "again.tex").code == 0
+    assert Path("again.tex").read_text() == latex
+    assert call("export", "one", "--out", "all.jsonl").code == 0
+    assert len({json.loads(line)["key"] for line in Path("all.jsonl").read_text().splitlines()}) == 8
     assert "did you mean 'exponents'" in call("export", "one", "--table", "exponent", "--out", "x").err
     parquet = call("export", "one", "--table", "exponents", "--format", "parquet", "--out", "x")
     assert (parquet.code, "expected one of csv, markdown, latex" in parquet.err) == (2, True)
@@ -721,6 +725,8 @@ def test_the_status_of_a_folder_with_a_damaged_file_names_it_and_goes_on(call, t
     found = json.loads(call("status", str(folder), "--json").out)
     assert [Path(name).name for name in found["problems"]] == [damaged.name]
     assert found["left"] is not None
+    assert len({one["key"] for one in found["done"]}) == 74
+    assert damaged.stem not in {one["key"] for one in found["done"]}
 
 
 def test_a_path_that_cannot_be_looked_at_is_one_line(call):

@@ -76,6 +76,9 @@ def test_compare_prints_a_comment_or_data(call):
     comment = call("compare", "before", "after", "--fail-above", "5%", "--markdown")
     assert (comment.code, comment.err) == (3, "")
     assert comment.out.startswith("## 1 worse by more than 5 %\n")
+    both = call("compare", "before", "after", "--json", "--markdown")
+    assert (both.code, both.out) == (2, "")
+    assert "expected either --markdown or --json" in both.err
     rows = json.loads(call("compare", "before", "after", "--json").out)
     assert {row["seq_len"]: row["verdict"] for row in rows} == {512: "slower", 1024: "cannot say", 2048: "same"}
 

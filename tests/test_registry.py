@@ -315,14 +315,19 @@ def test_annotations_that_mean_nothing_are_named():
     class Config(VariantConfig):
         width: "Undefined" = 1  # type: ignore[name-defined]  # noqa: F821, UP037
 
-    with pytest.raises(ConfigError, match="mine: Config: its annotations cannot be read: NameError: name 'Undefined'"):
+    text = "Config: its annotations cannot be read: NameError: name 'Undefined'"
+    with pytest.raises(ConfigError, match=f"mine: {text}"):
         make_config(Config, {}, "mine")
+    with pytest.raises(ConfigError, match=text):
+        register_attention("unreadable", config=Config, **CARD)(Copying)
+    assert "unreadable" not in variants
 
 
-@pytest.mark.parametrize(("dtypes", "error"), [(("fp32",), UnknownNameError), ((), ValueError)])
-def test_unknown_dtypes_are_refused_where_they_are_said(dtypes, error):
-    with pytest.raises(error, match="dtype"):
-        replace(CARD["capabilities"], dtypes=dtypes)
+@pytest.mark.parametrize(("wrong", "error"), [("gpu", UnknownNameError), (None, ValueError)])
+@pytest.mark.parametrize("name", ["dtype", "device"])
+def test_unknown_dtypes_and_devices_are_refused_where_they_are_said(name, wrong, error):
+    with pytest.raises(error, match=name):
+        replace(CARD["capabilities"], **{f"{name}s": (wrong,) if wrong else ()})
 
 
 def test_a_taken_variant_name_is_refused():

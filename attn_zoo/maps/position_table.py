@@ -27,16 +27,19 @@ Table = NDArray[np.float32]
 PANEL = 3.4
 MAX_LIMIT_QUANTILE = 0.999
 
+MAX_SIZE = 8192
+"""Positions, of which each two are compared, and features, of a table that no model has."""
+
 
 def position_table(kind: AddedPosition, length: int, dim: int) -> Table:
     """Return what a model adds before training, `[length, dim]`; learned positions as our models draw them, seed 0.
 
     Raises:
-        ConfigError: a size is not positive.
+        ConfigError: a size is not positive, or beyond `MAX_SIZE`.
     """
     for name, size in (("--len", length), ("--dim", dim)):
-        if size < 1:
-            raise ConfigError(name, [("", f"expected at least 1; got {size}")])
+        if not 1 <= size <= MAX_SIZE:
+            raise ConfigError(name, [("", f"expected 1 to {MAX_SIZE}; got {size}")])
     embedding = Embedding(1, dim, length, position=kind, resid_dropout_p=0.0)
     initialise(embedding, 0)
     return _added(embedding)
@@ -69,7 +72,7 @@ def position_map(
     """Return the figure of the positions of a trained model, or, without a folder, of a kind as a model starts with it.
 
     Raises:
-        ConfigError: no weights are kept, or a size is not positive.
+        ConfigError: no weights are kept, or a size is not positive or beyond `MAX_SIZE`.
         UnknownNameError: no cell matches.
         UnsupportedError: the model adds no positions.
     """

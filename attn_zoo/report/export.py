@@ -170,4 +170,13 @@ FORMATS: Mapping[str, Callable[[Results], bytes | Iterable[bytes]]] = {
     "latex": _latex,
 }
 
+SUFFIXES: Mapping[str, str] = {
+    ".csv": "csv",
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".md": "markdown",
+    ".tex": "latex",
+}
+"""Formats by what the name of a file ends in."""
+
 TABLE_FORMATS: Mapping[str, Callable[[Table], str]] = {"csv": to_csv, "markdown": to_markdown, "latex": to_latex}

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 NUM_RESAMPLES = 2000
 
+MAX_RANKS = 4_000_000
+"""Drawn at once, some 30 MB; how many decides no result."""
+
 TAILS = (0.025, 0.975)
 """Of a 95 % interval."""
 
@@ -87,11 +90,14 @@ def _draws(seed: int | tuple[int, int], *groups: tuple[int, ...]) -> tuple[_Draw
     for sizes in groups:
         middles = []
         for size in sizes:
-            ranks = rng.integers(0, size, size=(NUM_RESAMPLES, size))
-            below, above = (size - 1) // 2, size // 2
-            ranks.partition((below, above), axis=1)
+            below, above, codes = (size - 1) // 2, size // 2, []
+            at_once = max(1, MAX_RANKS // size)
+            for done in range(0, NUM_RESAMPLES, at_once):
+                ranks = rng.integers(0, size, size=(min(at_once, NUM_RESAMPLES - done), size))
+                ranks.partition((below, above), axis=1)
+                codes.append(ranks[:, below] * size + ranks[:, above])
             # Few pairs are many resamples' own, and a logarithm of each pair is enough.
-            pairs, which = np.unique(ranks[:, below] * size + ranks[:, above], return_inverse=True)
+            pairs, which = np.unique(np.concatenate(codes), return_inverse=True)
             middles.append((*np.divmod(pairs, size), which))
         draws.append(_Draw(tuple(middles), rng.permutation(_student(len(sizes) - 1)) if len(sizes) > 1 else None))
     return tuple(draws)
@@ -200,9 +206,9 @@ def _log_median(
         raise ValueError(
             f"length {length}: expected a positive length with positive, finite samples; got {array.tolist()}"
         )
+    processes = _by_process(array, sizes, f"length {length}")
     if array.size == 1:
         return float(np.log(array[0])), np.full(NUM_RESAMPLES, np.log(array[0])), 0.0, 0
-    processes = _by_process(array, sizes, f"length {length}")
     logs = np.log(_medians(processes))
     error = float(logs.var(ddof=1)) / logs.size if logs.size > 1 else 0.0
     resampled = _resampled_logs(processes, *_draws((0, length), _sizes(processes)))

@@ -80,7 +80,8 @@ def test_sources_that_the_folder_keeps_are_loaded_where_they_were_measured(zoo: 
         (("positions", "ZOO", "--dim", "8", "--out", "a.png"), "a trained model has its own"),
         (("positions", "--cell", "full/*", "--out", "a.png"), "expected a results folder"),
         (("positions", "--kind", "rotary", "--out", "a.png"), "unknown kind of positions 'rotary'"),
-        (("positions", "--len", "0", "--out", "a.png"), "--len: expected at least 1"),
+        (("positions", "--len", "0", "--out", "a.png"), "--len: expected 1 to 8192; got 0"),
+        (("positions", "--len", "1000000", "--out", "a.png"), "--len: expected 1 to 8192; got 1000000"),
         (("schedule", "lra-smal", "--out", "a.png"), "did you mean 'lra-small'?"),
     ],
 )

@@ -187,7 +187,11 @@ def test_draws_are_made_once_for_all_samples_of_the_same_sizes(monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [[7], [8], [1], [3, 4], [1, 1, 1]])
-def test_ranks_give_the_medians_of_the_draws(sizes):
+@pytest.mark.parametrize("max_ranks", [medians.MAX_RANKS, 21, 1])
+def test_ranks_give_the_medians_of_the_draws(sizes, max_ranks, monkeypatch):
+    """How many are drawn at once decides nothing."""
+    monkeypatch.setattr(medians, "MAX_RANKS", max_ranks)
+    medians._draws.cache_clear()
     rng = np.random.default_rng(5)
     processes = [rng.lognormal(size=size) for size in sizes]
     (draw,) = medians._draws(9, tuple(sizes))
