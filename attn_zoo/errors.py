@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}
 """Names by which a user calls what has another one here, and nothing that looks alike."""
@@ -62,6 +64,28 @@ def first_line(error: object) -> str:
     """Return the first line of `message_of`."""
     lines = message_of(error).strip().splitlines()
     return lines[0] if lines else "(no message)"
+
+
+_HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
+DEVICE_MEMORY_SIGNS = (
+    *("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cuLaunchKernel: error 2 "),
+)
+"""One of them is in what a library says that found no memory on a device."""
+
+
+def memory_lacked_by(error: BaseException) -> Literal["device", "host"] | None:
+    """Return whose memory was not enough by what an exception is or says, or None if that is not what it says.
+
+    >>> memory_lacked_by(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."))
+    'host'
+    """
+    text = message_of(error, None)
+    if type(error).__name__ == "OutOfMemoryError" or any(sign in text for sign in DEVICE_MEMORY_SIGNS):  # torch's
+        return "device"
+    is_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    return "host" if is_host or (isinstance(error, RuntimeError) and any(s in text for s in _HOST_SIGNS)) else None
 
 
 class AttnZooError(Exception):

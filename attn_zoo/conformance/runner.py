@@ -22,7 +22,7 @@ from attn_zoo.conformance.lengths import FEW_LENGTHS, LENGTHS, LONGEST, SPANS, a
 from attn_zoo.conformance.subject import Module, Subject, gradients
 from attn_zoo.conformance.tolerance import allowing, strain
 from attn_zoo.discovery.global_state import all_digits, restored
-from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, first_line, memory_lacked_by
 from attn_zoo.metadata import FLOAT_DTYPES, Form
 from attn_zoo.registry import Variant, make_config, variants
 
@@ -247,7 +247,7 @@ def _run_once(check: Check, subject: Subject) -> CheckResult:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a variant may raise anything: the finding; no memory says nothing of it
-        outcome = "error" if isinstance(error, MemoryError | torch.OutOfMemoryError) else "failed"
+        outcome = "error" if memory_lacked_by(error) else "failed"
         return result(outcome=outcome, message=_describe(error), example=_words(subject, error), has_raised=True)
     return result(outcome=finding.outcome, message=finding.message)
 

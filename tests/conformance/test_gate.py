@@ -216,8 +216,14 @@ def test_refusals_are_not_failures() -> None:
         gate(name, {}, build(), seq_len=64)
 
 
-@pytest.mark.parametrize(("seq_len", "dtype"), [(1, "float32"), (1, "float16"), (2, "float16"), (9, "float32")])
-@pytest.mark.parametrize("name", attn_zoo.list_variants())
+@pytest.mark.parametrize(
+    ("name", "seq_len", "dtype"),
+    [
+        (name, seq_len, dtype)
+        for seq_len, dtype in ((1, "float32"), (1, "float16"), (2, "float16"), (9, "float32"))
+        for name in attn_zoo.list_variants(dtypes=dtype)
+    ],
+)
 def test_short_cells_are_gated_too(name: str, seq_len: int, dtype: str) -> None:
     is_causal = bool(attn_zoo.describe(name).capabilities.causal)
     forms: list[Form] = ["mixer"] if variants[name].attention is None else ["attention", "mixer"]
@@ -292,8 +298,10 @@ def test_a_long_cell_is_gated_at_short_lengths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", attn_zoo.list_variants())
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for dtype in ("float32", "bfloat16", "float16") for name in attn_zoo.list_variants(dtypes=dtype)],
+)
 def test_on_a_gpu(name: str, dtype: str) -> None:
     is_causal = not attn_zoo.describe(name).capabilities.bidirectional
     context = BuildContext(embed_dim=256, num_heads=4, max_seq_len=512, is_causal=is_causal)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
-from attn_zoo.conformance import CHECKS, CheckResult, run_checks
+from attn_zoo.conformance import CHECKS, CheckResult, gate, run_checks
 from attn_zoo.discovery.global_state import all_digits
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
+from attn_zoo.matrix.cell.outcomes import outcome_of
 from attn_zoo.metadata import Capabilities, Complexity
 from attn_zoo.registry import VariantConfig, variants
 from tests.conformance.broken import Broken, RaisesBackwards, Softmax, registered
@@ -43,6 +44,11 @@ class RefusesWhatItDeclares(Softmax):
 class RunsOutOfMemory(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         raise torch.OutOfMemoryError("no room for 3 GiB")
+
+
+class AsksForTooMuch(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.empty(2**60)
 
 
 class TwoOptionSets(VariantConfig):
@@ -137,6 +143,14 @@ def test_running_out_of_memory_is_an_error_not_a_failure() -> None:
     assert result.outcome == "error"
     assert "no room" in result.message
     assert result.is_bad
+    with registered(Broken(cls=AsksForTooMuch, check="")) as name:
+        result = only(name, "shape_and_dtype")
+        with pytest.raises(MemoryError) as caught:
+            gate(name, {}, BuildContext(embed_dim=8, num_heads=2, max_seq_len=64), seq_len=64)
+    assert result.outcome == "error"
+    assert "you tried to allocate" in result.message
+    assert outcome_of(caught.value)[0] == "oom_host"
+    assert "an allocation of 4294967296.00 GiB failed" in outcome_of(caught.value)[1]
 
 
 def test_a_declared_yes_that_is_refused_is_a_failure() -> None:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
-from attn_zoo.errors import GateError, StoreError, UnsupportedError, first_line, message_of
+from attn_zoo.errors import (
+    DEVICE_MEMORY_SIGNS,
+    GateError,
+    StoreError,
+    UnsupportedError,
+    first_line,
+    memory_lacked_by,
+    message_of,
+)
 from attn_zoo.records import Record, Status
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
-_HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
-_DEVICE_SIGNS = (
-    *("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-    *("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "cuLaunchKernel: error 2 "),
-)
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
 
 
@@ -43,13 +42,13 @@ def outcome_of(error: BaseException, room_bytes: int | None = None) -> tuple[Sta
         return "gate_failed", message_of(text)
     if isinstance(error, StoreError):  # a full disk says nothing about the cell, which goes on from its checkpoint
         return "cancelled", message_of(text)
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _DEVICE_SIGNS):
-        # The first line may be that of a compiler, which met it.
-        said = (line for line in message_of(error).splitlines() if any(sign in line for sign in _DEVICE_SIGNS))
-        return "oom_device", next(said, first_line(error))
-    is_host_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    if is_host_memory or (isinstance(error, RuntimeError) and any(sign in text for sign in _HOST_SIGNS)):
-        return "oom_host", _host_reason(error, room_bytes)
+    match memory_lacked_by(error):
+        case "device":  # the first line may be that of a compiler, which met it
+            lines = message_of(error).splitlines()
+            said = (line for line in lines if any(sign in line for sign in DEVICE_MEMORY_SIGNS))
+            return "oom_device", next(said, first_line(error))
+        case "host":
+            return "oom_host", _host_reason(error, room_bytes)
     if isinstance(error, SystemExit):
         return "error", f"the variant called sys.exit({error.code!r})"
     return "error", f"{type(error).__name__}: {first_line(error)}"
