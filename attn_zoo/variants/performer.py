@@ -190,8 +190,9 @@ class Performer(AbstractAttention):
     def _phi(self, query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return phi(Q) `[B, H, L, m]` and phi(K) `[B, G, S, m]`, zero at padding.
 
-        Those of the softmax kernel are up to factors that the quotient cancels, of each query and of each feature: what
-        a key loses in exp(-c) its queries gain. So one weight of each row is at least 1, however large keys are.
+        Those of the softmax kernel are up to factors that the quotient cancels: of each query, and in the bidirectional
+        form of each feature. What keys lose there in exp(-c) queries gain, so that one weight of each row is at least
+        1, however large keys are.
         """
         scale: float = self.build.head_dim**-0.5
         half_square = key.square().sum(-1, keepdim=True) * (scale / 2)  # |x|^2 / 2
