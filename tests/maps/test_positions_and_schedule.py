@@ -23,7 +23,7 @@ def test_tables_are_those_of_the_model():
     assert learned.std() == pytest.approx(64**-0.5, rel=0.05)
     np.testing.assert_array_equal(learned, position_table("learned", 500, 64))
     for length, dim, name in ((0, 6, "--len"), (9, 0, "--dim")):
-        with pytest.raises(ConfigError, match=f"{name}: expected at least 1; got 0"):
+        with pytest.raises(ConfigError, match=f"{name}: expected 1 to 8192; got 0"):
             position_table("learned", length, dim)
 
 
