@@ -186,6 +186,11 @@ def test_draws_are_made_once_for_all_samples_of_the_same_sizes(monkeypatch):
     assert made == [0, (0, 16), (0, 32), 16, 32]  # those of crossings are of two curves
 
 
+def test_sizes_that_do_not_add_up_are_refused_of_a_single_sample_too():
+    with pytest.raises(ValueError, match="length 16: expected positive sizes that add up to 1 samples; got \\[2\\]"):
+        local_slopes({16: [1.0], 32: [2.0]}, {16: [2], 32: [1]})
+
+
 @pytest.mark.parametrize("sizes", [[7], [8], [1], [3, 4], [1, 1, 1]])
 @pytest.mark.parametrize("max_ranks", [medians.MAX_RANKS, 21, 1])
 def test_ranks_give_the_medians_of_the_draws(sizes, max_ranks, monkeypatch):
