@@ -8,10 +8,11 @@ variant writes is `forward`, the mathematics.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import isfunction
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,6 @@ from attn_zoo.attention.context import BuildContext
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Capabilities, Request
 from attn_zoo.registry import Variant
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 MAX_SIGNATURES = 4096
 """Remembered by one module; a loop over ever new lengths must not keep them all."""
@@ -40,18 +38,20 @@ class Mixed(NamedTuple):
     carry: Tensor | None = None
 
 
-def _of_tokens(prefill: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a `prefill` that refuses no tokens: torch's fused attention divides by their number and ends the process."""
+_Decode = Callable[..., tuple[Tensor, Any]]
 
-    @wraps(prefill)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tokens = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
-        if isinstance(tokens, Tensor) and tokens.shape[-2] == 0:
-            got = list(tokens.shape)
-            raise ValueError(f"prefill: expected at least one token; got {got}: without one a state stays as it is")
-        return prefill(*args, **kwargs)
 
-    return run
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside the block; then each part of the module is again in the mode it was in."""
+    was_training = [part for part in module.modules() if part.training]
+    for part in was_training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in was_training:
+            part.training = True
 
 
 class _Bound(nn.Module):
@@ -61,8 +61,17 @@ class _Bound(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if isfunction(prefill := vars(cls).get("prefill")):
-            setattr(cls, prefill.__name__, _of_tokens(prefill))
+        for name in ("step", "prefill"):
+            if isfunction(decode := vars(cls).get(name)):
+                setattr(cls, name, cls._of_checked_tokens(decode))
+
+    @staticmethod
+    def _of_checked_tokens(decode: _Decode) -> _Decode:
+        """Make a `step` or `prefill` that first checks its tokens.
+
+        Torch's fused attention reads beyond what does not fit, and divides by the number of tokens.
+        """
+        raise NotImplementedError
 
     def __init__(self, config: Any, build: BuildContext) -> None:
         super().__init__()
@@ -217,6 +226,7 @@ class AbstractAttention(_Bound, ABC):
             Output `[B, H, 1, D]` and the new state.
 
         Raises:
+            ValueError: the tokens do not fit the context this module was built for, or each other, or are several.
             UnsupportedError: the variant cannot decode step by step.
         """
         self._refuse_decode()
@@ -237,7 +247,7 @@ class AbstractAttention(_Bound, ABC):
             Output `[B, H, n, D]` and the new state.
 
         Raises:
-            ValueError: there are no positions.
+            ValueError: there are no positions, or they do not fit, as for `step`.
             UnsupportedError: the variant cannot decode step by step.
         """
         if state is None:
@@ -274,7 +284,36 @@ class AbstractAttention(_Bound, ABC):
             self._refuse_output(output)
         return output
 
+    @staticmethod
+    def _of_checked_tokens(decode: _Decode) -> _Decode:
+        name = decode.__name__
+
+        @wraps(decode)
+        def run(self: Any, query: Tensor, key: Tensor, value: Tensor, *state: Any, **named: Any) -> tuple[Tensor, Any]:
+            signature = name, query.shape, query.dtype, key.shape, key.dtype, value.shape, value.dtype
+            if torch.compiler.is_compiling() or signature not in self._checked:
+                self._check_heads(query, key, value)
+                if name == "step" and query.shape[2] != 1:
+                    raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
+                if query.shape[2] != key.shape[2]:
+                    got = f"L = {query.shape[2]}, S = {key.shape[2]}"
+                    raise ValueError(f"key: expected one for each new position, S == L; got {got}")
+                if not torch.compiler.is_compiling():
+                    self._remember(signature)
+            return decode(self, query, key, value, *state, **named)
+
+        return run
+
     def _check(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+        self._check_heads(query, key, value)
+        build, query_len, key_len = self.build, query.shape[-2], key.shape[-2]
+        if query_len != key_len and not (build.is_cross or build.is_causal):
+            raise ValueError(
+                f"self-attention needs L == S; got L = {query_len}, S = {key_len}: build with is_cross=True"
+            )
+        self._check_sizes(query, key, mask)
+
+    def _check_heads(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         build = self.build
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
@@ -295,11 +334,6 @@ class AbstractAttention(_Bound, ABC):
                     f"{name}: expected dtype and device of query ({query.dtype}, {query.device}); "
                     f"got {tensor.dtype}, {tensor.device}"
                 )
-        if query_len != key_len and not (build.is_cross or build.is_causal):
-            raise ValueError(
-                f"self-attention needs L == S; got L = {query_len}, S = {key_len}: build with is_cross=True"
-            )
-        self._check_sizes(query, key, mask)
 
 
 class AbstractMixer(_Bound, ABC):
@@ -379,6 +413,7 @@ class AbstractMixer(_Bound, ABC):
         """Mix one new position `[B, 1, E]` with all so far; return its output `[B, 1, E]` and the new state.
 
         Raises:
+            ValueError: the tokens have another width, or are several.
             UnsupportedError: the variant cannot decode step by step.
         """
         self._refuse_decode()
@@ -397,7 +432,7 @@ class AbstractMixer(_Bound, ABC):
             Output `[B, n, E]` and the new state.
 
         Raises:
-            ValueError: there are no positions.
+            ValueError: there are no positions, or they have another width.
             UnsupportedError: the variant cannot decode step by step.
         """
         if state is None:
@@ -453,12 +488,28 @@ class AbstractMixer(_Bound, ABC):
         """Return the hidden states of `mix`, from an empty carry."""
         return self.mix(hidden, context=context, key_padding_mask=key_padding_mask).hidden
 
-    def _check(self, hidden: Tensor, context: Tensor | None, mask: Tensor | None, carry: Tensor | None) -> None:
-        build = self.build
-        if hidden.dim() != 3 or hidden.shape[-1] != build.embed_dim:
-            raise ValueError(f"hidden: expected [B, L, E] with E = {build.embed_dim}; got {list(hidden.shape)}")
+    @staticmethod
+    def _of_checked_tokens(decode: _Decode) -> _Decode:
+        is_step = decode.__name__ == "step"
+
+        @wraps(decode)
+        def run(self: Any, hidden: Tensor, *state: Any, **named: Any) -> tuple[Tensor, Any]:
+            self._check_hidden(hidden)
+            if is_step and hidden.shape[1] != 1:
+                raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
+            return decode(self, hidden, *state, **named)
+
+        return run
+
+    def _check_hidden(self, hidden: Tensor) -> None:
+        if hidden.dim() != 3 or hidden.shape[-1] != self.build.embed_dim:
+            raise ValueError(f"hidden: expected [B, L, E] with E = {self.build.embed_dim}; got {list(hidden.shape)}")
         if hidden.shape[1] == 0:
             raise ValueError(f"hidden: expected at least one token; got {list(hidden.shape)}")
+
+    def _check(self, hidden: Tensor, context: Tensor | None, mask: Tensor | None, carry: Tensor | None) -> None:
+        build = self.build
+        self._check_hidden(hidden)
         if (context is not None) != build.is_cross:
             raise ValueError(
                 "context: expected one exactly when the mixer is built with is_cross=True; "
@@ -468,6 +519,8 @@ class AbstractMixer(_Bound, ABC):
         if keys.dim() != 3 or keys.shape[0] != hidden.shape[0] or keys.shape[2] != build.embed_dim:
             expected = f"[B, S, E] = [{hidden.shape[0]}, S, {build.embed_dim}]"
             raise ValueError(f"context: expected {expected}; got {list(keys.shape)}")
+        if keys.shape[1] == 0:
+            raise ValueError(f"context: expected at least one token; got {list(keys.shape)}")
         if carry is not None:
             if self.variant is None or not self.variant.capabilities.has_carry:
                 raise UnsupportedError("has_carry", f"{type(self).__name__} passes nothing between layers")

@@ -24,8 +24,9 @@ class KVCache:
     key: Tensor
     value: Tensor
     length: int = 0
-    # One number that all caches in the same buffers share: up to where one of them has written. Empty: not known.
-    _taken: list[int] = field(default_factory=list, repr=False, compare=False)
+    # All caches in the same buffers share it: the length at which they may be continued there. Whoever takes it out may
+    # do so; of two threads one does.
+    _free_from: dict[int, bool] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def empty(
@@ -57,18 +58,28 @@ class KVCache:
                     f"got {new.dtype}, {new.device}: give them to init_state"
                 )
         length, capacity = self.length + key.shape[2], self.key.shape[2]
-        key_buffer, value_buffer, taken = self.key, self.value, self._taken
-        if length > capacity or taken != [self.length]:  # no room, or another continuation is in it
+        key_buffer, value_buffer, free_from = self.key, self.value, self._free_from
+        if length > capacity or self._must_not_change(key, value) or not free_from.pop(self.length, False):
             capacity = capacity if length <= capacity else max(length, 2 * capacity)
             room = [*self.key.shape[:2], capacity - self.length, self.key.shape[3]]
             key_buffer, value_buffer = (
                 torch.cat([old[:, :, : self.length], old.new_zeros(room)], dim=2) for old in (self.key, self.value)
             )
-            taken = [self.length]
+            free_from = {}
         key_buffer[:, :, self.length : length] = key
         value_buffer[:, :, self.length : length] = value
-        taken[0] = length
-        return KVCache(key_buffer, value_buffer, length, taken)
+        free_from[length] = True
+        return KVCache(key_buffer, value_buffer, length, free_from)
+
+    def _must_not_change(self, key: Tensor, value: Tensor) -> bool:
+        """Whether a backward may read the buffers, or inference mode, which is over, has made them."""
+        if self.key.requires_grad or self.value.requires_grad:
+            return True
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            return True
+        if torch.compiler.is_compiling():  # it knows of no inference mode
+            return False
+        return self.key.is_inference() and not torch.is_inference_mode_enabled()
 
     @property
     def keys(self) -> Tensor:

@@ -9,13 +9,12 @@ checked, so that weights of a mechanism that is not linear are refused and never
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
+from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, evaluating
 from attn_zoo.attention.masks import blank_padding
 from attn_zoo.attention.multihead import MultiHeadMixer
 from attn_zoo.attention.oracle import expand_kv_heads
@@ -62,18 +61,6 @@ class EffectiveWeights:
     offset: Tensor
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the block, and gradients."""
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(was_training)
-
-
 def _offset(call: AttentionCall) -> Tensor:
     return call(torch.zeros_like(call.value))
 
@@ -89,14 +76,14 @@ def weight_columns(call: AttentionCall) -> Iterator[Tensor]:
     Raises:
         UnsupportedError: after the last piece, if the pieces and the real values do not add up to the real output.
     """
-    with _evaluating(call.attention):
+    with torch.no_grad(), evaluating(call.attention):
         offset, expected = _offset(call), call(call.value)
         values = expand_kv_heads(blank_padding(call.value, call.key_padding_mask), call.query.shape[1]).double()
     total, size = offset.double().clone(), offset.double().abs()
     key_len, width = call.key.shape[2], call.query.shape[-1]
     for start in range(0, key_len, width):
         count = min(width, key_len - start)
-        with _evaluating(call.attention):
+        with torch.no_grad(), evaluating(call.attention):
             units = torch.zeros_like(call.value)
             units[:, :, start : start + count, :count] = torch.eye(count, dtype=units.dtype, device=units.device)
             columns = (call(units) - offset)[..., :count]  # feature d carried position start + d
@@ -133,7 +120,7 @@ def effective_weights(call: AttentionCall) -> EffectiveWeights:
     [0.5, 0.5, 0.0]
     """
     weights = torch.cat(list(weight_columns(call)), dim=-1)
-    with _evaluating(call.attention):
+    with torch.no_grad(), evaluating(call.attention):
         return EffectiveWeights(weights, _offset(call))
 
 
@@ -157,7 +144,7 @@ def attention_call(
     name = type(mixer).__name__ if mixer.variant is None else mixer.variant.name
     if not isinstance(mixer, MultiHeadMixer):
         raise UnsupportedError("effective_weights", f"{name}: it mixes hidden states without heads that attend")
-    with _evaluating(mixer):
+    with torch.no_grad(), evaluating(mixer):
         query, key, value = mixer._project(hidden, context, key_padding_mask)
         call = AttentionCall(mixer.attention, query, key, value, key_padding_mask)
         expected = mixer(hidden, context=context, key_padding_mask=key_padding_mask)

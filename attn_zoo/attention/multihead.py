@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_zoo.attention.contract import AbstractAttention, AbstractMixer
+from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, evaluating
 from attn_zoo.attention.masks import finite_padding
 from attn_zoo.attention.rotary import rotate
 from attn_zoo.errors import ConfigError
@@ -129,13 +129,12 @@ class MultiHeadMixer(AbstractMixer):
         if context is None or context.shape[0] != batch_size:
             got = "none" if context is None else list(context.shape)
             raise ValueError(f"context: expected [B, S, E] with B = {batch_size} to decode across; got {got}")
+        self._check(context.new_empty(batch_size, 1, self.build.embed_dim), context, key_padding_mask, None)
         _, key, value = self._project(context[:, :1], context, key_padding_mask)
         return MixerState(None, key=key, value=value, key_padding_mask=key_padding_mask)
 
     def step(self, hidden: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
         """Mix one new position `[B, 1, E]`; return its output and the new state."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         return self._advance(hidden, state, self.attention.step)
 
     def prefill(self, hidden: Tensor, state: MixerState | None = None) -> tuple[Tensor, MixerState]:
@@ -153,7 +152,8 @@ class MultiHeadMixer(AbstractMixer):
             query = self._heads(hidden, self.query_proj, self.build.num_heads)
             if self.build.position == "rotary":
                 query = rotate(query, state.position)
-            output = self.attention(query, state.key, state.value, key_padding_mask=state.key_padding_mask)
+            with evaluating(self.attention):  # decoding drops nothing
+                output = self.attention(query, state.key, state.value, key_padding_mask=state.key_padding_mask)
             return self._merge(output), replace(state, position=position)
         if not self.build.is_cross:
             self._refuse(Request(is_causal=self.build.is_causal, needs_decode=True))

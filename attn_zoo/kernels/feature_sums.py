@@ -52,12 +52,7 @@ def step(query: Tensor, key: Tensor, value: Tensor, state: Tensor, *, eps: float
         value: `[B, G, 1, D]`.
         state: `[B, G, F, D + 1]`.
         eps: added to the normaliser.
-
-    Raises:
-        ValueError: there is more than one position.
     """
-    if query.shape[2] != 1:
-        raise ValueError(f"query: expected one new position [B, H, 1, D]; got {query.shape[2]} positions")
     state = state + key.mT @ _with_ones(value)
     return _normalised(query @ _for_each_query_head(state, query), eps), state
 

@@ -38,4 +38,4 @@ def recording() -> Iterator[list[str]]:
     try:
         yield paths
     finally:
-        _recorders.remove(paths)
+        _recorders[:] = [other for other in _recorders if other is not paths]

@@ -75,6 +75,12 @@ class BigBirdConfig(VariantConfig):
             capabilities = capabilities.without(attention_dropout="backend 'flex' has none")
         return capabilities
 
+    def claim(self, complexity: Complexity) -> Complexity:
+        """Return longer paths where no token sees all and is seen by all: the extra ones of mode etc are keys alone."""
+        if self.mode == "itc" and self.num_global_blocks:
+            return complexity
+        return replace(complexity, max_path="log L" if self.num_random_blocks else "L / C")
+
     @property
     def num_extra_tokens(self) -> int:
         """Tokens that mode etc adds before the sequence."""

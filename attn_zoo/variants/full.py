@@ -185,8 +185,6 @@ class FullAttention(AbstractAttention):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
         """Attend from one new position to all in the cache; it may hold `max_seq_len` positions."""
-        if query.shape[2] != 1:
-            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
         return self.prefill(query, key, value, state)
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, KVCache]:

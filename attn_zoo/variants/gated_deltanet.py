@@ -383,8 +383,6 @@ class GatedDeltanet(AbstractMixer):
 
     def step(self, hidden: Tensor, state: GatedDeltanetState) -> tuple[Tensor, GatedDeltanetState]:
         """Compute equation 10 for one position `[B, 1, E]`: O(B H D V)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         writes, tail = self._writes(hidden, state.tail, state.memory.dtype)
         read, memory = recur(writes, state.memory)
         return self._merge(read, hidden), GatedDeltanetState(memory, tail)

@@ -183,8 +183,6 @@ class GlobalPooling(AbstractMixer):
 
     def step(self, hidden: Tensor, state: PoolingState) -> tuple[Tensor, PoolingState]:
         """Add one position `[B, 1, E]` to the sum and return the mean, projected, O(B E^2)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         return self.prefill(hidden, state)
 
     def prefill(self, hidden: Tensor, state: PoolingState | None = None) -> tuple[Tensor, PoolingState]:

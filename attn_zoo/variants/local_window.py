@@ -178,14 +178,12 @@ class LocalWindowAttention(AbstractAttention):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
         """Attend from one new position to the window before it and to itself, O(B H W D)."""
-        if query.shape[2] != 1:
-            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
         kept = min(state.length, self.config.window_size)
         past = (x[:, :, state.length - kept : state.length] for x in (state.key, state.value))
         keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (key, value), strict=True))
         state = KVCache(keys, values, kept + 1)
         keys, values = (expand_kv_heads(x, self.build.num_heads) for x in (keys, values))
-        scores = query @ keys.mT * self.build.head_dim**-0.5  # [B, H, 1, W + 1]
+        scores = query * self.build.head_dim**-0.5 @ keys.mT  # [B, H, 1, W + 1]
         if self.build.position == "alibi":
             scores = scores + alibi_bias(self.build.num_heads, 1, kept + 1, query.device, query.dtype)
         return scores.softmax(-1) @ values, state

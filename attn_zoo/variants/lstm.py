@@ -189,8 +189,6 @@ class Lstm(AbstractMixer):
 
     def step(self, hidden: Tensor, state: LstmState) -> tuple[Tensor, LstmState]:
         """Read one token `[B, 1, E]`, O(B E^2)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         return self.prefill(hidden, state)
 
     def prefill(self, hidden: Tensor, state: LstmState | None = None) -> tuple[Tensor, LstmState]:

@@ -347,8 +347,6 @@ class Mamba2(AbstractMixer):
 
     def step(self, hidden: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
         """Compute the recurrence for one position `[B, 1, E]`: O(B H N V)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         inputs, tail = self._inputs(hidden, state.tail, state.memory.dtype)
         read, memory = recur(inputs, state.memory)
         return self._merge(read, inputs.value, hidden), Mamba2State(memory, tail)

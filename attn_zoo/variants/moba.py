@@ -328,7 +328,7 @@ class MobaAttention(AbstractAttention):
         keep = routing_mask(routing, key.shape[2], self.config, is_causal=self.build.is_causal)
         if key_padding_mask is not None:
             keep = keep & ~key_padding_mask[:, None, None]
-        scores = query @ key.mT * query.shape[-1] ** -0.5  # [B, H, L, S]
+        scores = query * query.shape[-1] ** -0.5 @ key.mT  # [B, H, L, S]; scaled first: float16 ends at 65504
         return zero_padded_rows(masked_softmax(scores, keep) @ value, key_padding_mask)
 
     def init_state(
@@ -350,8 +350,6 @@ class MobaAttention(AbstractAttention):
 
         Whole blocks of the past alone are scored, so that nothing has to be masked.
         """
-        if query.shape[2] != 1:
-            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
         state, size = self._continued(key, value, state), self.config.block_size
         cache, num_past = state.cache, (state.cache.length - 1) // size  # blocks before the one it stands in
         query = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, G, H / G, D]

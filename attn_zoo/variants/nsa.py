@@ -638,8 +638,6 @@ class Nsa(AbstractMixer):
 
     def step(self, hidden: Tensor, state: NsaState) -> tuple[Tensor, NsaState]:
         """Mix one new position `[B, 1, E]`: O(B H (L / d + n l' + w) D)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         config, position = self.config, state.selected.length
         heads = self._heads(hidden, position)
         state = self._continued(heads, state)

@@ -244,8 +244,6 @@ class Retention(AbstractMixer):
 
     def step(self, hidden: Tensor, state: RetentionState) -> tuple[Tensor, RetentionState]:
         """Compute the recurrent form for one position `[B, 1, E]`: O(B H D V)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         self._require_batch(hidden, state.sums)
         query, key, value = self._project(hidden, state.sums.dtype, state.position)
         retained, sums = recur(query, key, value, self._decay(query), state.sums)

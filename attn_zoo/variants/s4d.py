@@ -437,8 +437,6 @@ class S4d(AbstractMixer):
 
     def step(self, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the discrete form for one position `[B, 1, E]`: O(B E N)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         self._require_batch(hidden, state)
         tokens, space = hidden.to(state.dtype), self._space()
         decay = space.decay(1, state.dtype)

@@ -367,8 +367,6 @@ class SinkhornAttention(AbstractAttention):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, SinkhornState]:
         """Attend from one new position to its block so far and to the sorted one: O(B H C D), the first O(B H L D)."""
-        if query.shape[2] != 1:
-            raise ValueError(f"query: expected one new position [B, H, 1, D]; got {list(query.shape)}")
         state = self._appended(state, key, value)
         start = (state.cache.length - 1) // self.config.block_size * self.config.block_size
         keys = torch.cat([state.sorted_key, state.cache.keys[:, :, start:]], dim=2)

@@ -376,8 +376,6 @@ class Synthesizer(AbstractMixer):
 
     def step(self, hidden: Tensor, state: SynthesizerState) -> tuple[Tensor, SynthesizerState]:
         """Mix one position `[B, 1, E]` with those before it: O(B H S D)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         return self.prefill(hidden, state)
 
     def prefill(self, hidden: Tensor, state: SynthesizerState | None = None) -> tuple[Tensor, SynthesizerState]:

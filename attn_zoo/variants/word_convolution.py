@@ -189,8 +189,6 @@ class WordConvolution(AbstractMixer):
 
     def step(self, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one token `[B, 1, E]` with those before it, O(B k E^2)."""
-        if hidden.dim() != 3 or hidden.shape[1] != 1:
-            raise ValueError(f"hidden: expected one new position [B, 1, E]; got {list(hidden.shape)}")
         return self.prefill(hidden, state)
 
     def prefill(self, hidden: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,7 @@ def test_a_prefill_of_nothing_is_refused(name):
     for module, draw in forms(name):
         _, state = module.prefill(*draw(2, 3))
         for before in (state, module.init_state(2), None):
-            with pytest.raises(ValueError, match=r"prefill: expected at least one token; got \[2, "):
+            with pytest.raises(ValueError, match=r"expected at least one token; got \[2, "):
                 module.prefill(*draw(2, 0), before)
 
 
@@ -152,7 +152,7 @@ def test_a_variant_that_only_steps_refuses_a_prefill_of_nothing():
 
     mixer, hidden = Steps(None, BUILD), torch.randn(2, 3, 8)
     assert torch.equal(mixer.prefill(hidden=hidden)[0], hidden)
-    with pytest.raises(ValueError, match=r"prefill: expected at least one token; got \[2, 0, 8\]"):
+    with pytest.raises(ValueError, match=r"hidden: expected at least one token; got \[2, 0, 8\]"):
         mixer.prefill(hidden=hidden[:, :0])
 
 
@@ -263,3 +263,35 @@ def test_claims_know_the_form():
     assert full.min_bytes(mixer, 4) == 4 * (2 * 2 * 16 * 8 + 4 * 8 * 8 + 4 * 8)
     parameters = sum(item.numel() for item in nn.ModuleList([build_mixer("full", BUILD)]).parameters())
     assert 4 * parameters == full.min_bytes(mixer, 4) - mixer.io_bytes(4)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODING if variants[name].attention is not None])
+def test_new_heads_that_do_not_fit_are_refused(name):
+    module = build_attention(name, replace(BUILD, is_causal=True)).eval()
+    _, state = module.prefill(*heads(3))
+    query, key, value = heads(2)
+    one = slice(0, 1)
+    for read in (module.step, module.prefill):
+        with pytest.raises(
+            ValueError, match=r"key: expected .* = \[3, 2, 1, 4\]; got \[2, 2, 1, 4\]"
+        ):
+            read(torch.randn(3, 2, 1, 4), key[:, :, one], value[:, :, one], state)
+        with pytest.raises(ValueError, match=r"query: expected \[B, heads, length, D\] = \[2, 2, 1, 4\]"):
+            read(torch.randn(2, 3, 1, 4), key[:, :, one], value[:, :, one], state)
+        with pytest.raises(ValueError, match="key: expected one for each new position, S == L; got L = 1, S = 2"):
+            read(query[:, :, one], key, value, state)
+    module.prefill(query, key, value, state)  # several tokens that were read once are still no step
+    with pytest.raises(ValueError, match=r"query: expected one new position \[B, H, 1, D\]; got \[2, 2, 2, 4\]"):
+        module.step(query, key, value, state)
+    with pytest.raises(ValueError, match="query: expected at least one token"):  # in any order of the arguments
+        module.prefill(state=state, value=value[:, :, :0], key=key[:, :, :0], query=query[:, :, :0])
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_new_hidden_states_that_do_not_fit_are_refused(name):
+    mixer = build_mixer(name, replace(BUILD, is_causal=True)).eval()
+    state = mixer.init_state(2)
+    for read in (mixer.step, mixer.prefill):
+        for given in (torch.randn(2, 1, 7), torch.randn(2, 8)):
+            with pytest.raises(ValueError, match=r"hidden: expected \[B, L, E\] with E = 8; got \[2, "):
+                read(given, state)

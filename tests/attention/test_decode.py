@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attn_zoo.attention.decode import KVCache, state_bytes
 
@@ -92,3 +94,40 @@ def test_bytes_of_any_state_are_counted():
     assert state_bytes(four) == 8
     assert state_bytes({"a": [four, (four,)], "b": State(four, 3)}) == 24
     assert state_bytes(3) == 0
+
+
+def test_two_threads_may_continue_one_cache():
+    new = [torch.full((1, 1, 2000, 64), float(thread)) for thread in range(2)]
+    cache = KVCache.empty(1, 1, 64).append(new[0], new[0]).append(new[0][:, :, :1], new[0][:, :, :1])
+    whole = replace(cache, key=torch.cat([cache.keys, *new], 2), value=torch.cat([cache.values, *new], 2))  # with room
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(50):
+            cache = replace(whole, _free_from={cache.length: True})
+            for continued, tokens in zip(threads.map(lambda x, of=cache: of.append(x, -x), new), new, strict=True):
+                assert torch.equal(continued.keys[:, :, -2000:], tokens)
+                assert torch.equal(continued.values[:, :, -2000:], -tokens)
+
+
+def test_what_a_backward_reads_is_not_written_to():
+    tokens = torch.randn(3, 1, 1, 1, 1, dtype=torch.float64)
+
+    def decode(tokens: Tensor) -> Tensor:
+        """Sum over each step what its cache holds, squared, so that a backward reads it."""
+        cache, total = KVCache.empty(1, 1, 1, dtype=tokens.dtype), torch.zeros((), dtype=tokens.dtype)
+        for token in tokens:
+            cache = cache.append(token, token)
+            total = total + (cache.keys * cache.values).sum()
+            with torch.no_grad():
+                cache.append(token, token)
+        return total
+
+    assert torch.autograd.gradcheck(decode, tokens.requires_grad_())
+
+
+def test_a_cache_made_in_inference_mode_goes_on_outside():
+    one = torch.ones(1, 1, 1, 1)
+    with torch.inference_mode():
+        cache = KVCache.empty(1, 1, 1)
+        for _ in range(3):
+            cache = cache.append(one, one)
+    assert cache.append(2 * one, one).keys.flatten().tolist() == [1, 1, 1, 2]

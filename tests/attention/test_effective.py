@@ -183,7 +183,10 @@ def test_the_call_of_a_mixer_has_its_heads(position: Any):
     seen: list[tuple[Tensor, ...]] = []
     mixer.attention.register_forward_pre_hook(lambda _, heads: seen.append(heads))  # type: ignore[union-attr]
     mixer(hidden)
+    mixer.train().attention.eval()  # type: ignore[union-attr]
     call = attention_call(mixer, hidden)
+    assert mixer.training
+    assert not mixer.attention.training  # type: ignore[union-attr]
     for expected, found in zip(seen[0], (call.query, call.key, call.value), strict=True):
         torch.testing.assert_close(found, expected)
 

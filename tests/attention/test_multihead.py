@@ -171,3 +171,31 @@ def test_steps_that_do_not_fit_are_refused():
         mixer.init_state(B, context=torch.zeros(B, 4, E, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"got \[1, 4, 12\]"):
         cross.init_state(B, context=torch.zeros(1, 4, E, dtype=torch.float64))
+
+
+def test_decoding_across_drops_nothing_and_leaves_the_mode_as_it_was():
+    mixer = make(is_cross=True, dropout_p=0.5).train()
+    mixer.out_proj.eval()
+    state = mixer.init_state(B, context=torch.randn(B, 9, E, dtype=torch.float64))
+    hidden = torch.randn(B, 1, E, dtype=torch.float64)
+    assert torch.equal(mixer.step(hidden, state)[0], mixer.step(hidden, state)[0])
+    assert mixer.attention.training
+    assert not mixer.out_proj.training
+
+
+@pytest.mark.parametrize(
+    ("context", "mask", "match"),
+    [
+        ((B, 0, E), None, r"context: expected at least one token; got \[2, 0, 12\]"),
+        ((B, 9, E + 1), None, r"context: expected \[B, S, E\] = \[2, S, 12\]; got \[2, 9, 13\]"),
+        ((B, 99, E), None, "expected at most max_seq_len"),
+        ((B, 9, E), torch.zeros(B, 9), "key_padding_mask: expected bool"),
+        ((B, 9, E), torch.zeros(B, 8, dtype=torch.bool), r"key_padding_mask: expected \[B, S\] = \[2, 9\]"),
+    ],
+)
+def test_a_context_to_decode_across_is_checked_like_that_of_a_call(context, mask, match):
+    mixer, hidden = make(is_cross=True), torch.zeros(context, dtype=torch.float64)
+    with pytest.raises(ValueError, match=match):
+        mixer.init_state(B, context=hidden, key_padding_mask=mask)
+    with pytest.raises(ValueError, match=match):
+        mixer(torch.zeros(B, 3, E, dtype=torch.float64), context=hidden, key_padding_mask=mask)

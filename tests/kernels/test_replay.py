@@ -198,6 +198,16 @@ def test_interpreted_blocks_are_replayed_from_the_third_call_on(driver, names: t
     assert paths == ["block_sparse.triton", "replayed"]
 
 
+def test_interpreted_calls_are_learnt_while_somebody_records(driver):
+    given = leaves("query", "key", "value")
+    wanted = outcome(given)
+    with trace.recording() as outer, trace.recording() as paths:
+        for _ in range(3):
+            assert are_same(outcome(given), wanted)
+    assert paths == outer
+    assert "replayed" in paths
+
+
 def test_interpreted_calls_that_are_not_alike_are_not_replayed(driver):
     given = leaves("query", "key", "value")
     wanted = learnt(driver, given)

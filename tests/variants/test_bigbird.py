@@ -13,6 +13,8 @@ from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_attentio
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import alibi_slopes
 from attn_zoo.attention.oracle import softmax_attention
+from attn_zoo.conformance import measure_complexity
+from attn_zoo.registry import variants
 from attn_zoo.variants.bigbird import BigBirdAttention, BigBirdConfig, bigbird_flops, bigbird_mask
 
 BATCH, HEADS, DIM = 2, 2, 8
@@ -313,3 +315,18 @@ def test_mixer_form_trains_with_dropout():
     assert torch.equal(mixer(hidden), first)
     assert not torch.equal(mixer(hidden), first)
     assert isinstance(make(), BigBirdAttention)
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({}, "2 (causal: log L)"),
+        ({"mode": "etc"}, "log L"),
+        ({"num_global_blocks": 0}, "log L"),
+        ({"num_global_blocks": 0, "num_random_blocks": 0}, "L / C"),
+    ],
+)
+def test_paths_are_longer_where_no_token_of_the_sequence_sees_all(options: dict[str, Any], path: str):
+    claim = variants["bigbird"].complexity_of(BigBirdConfig(**options))
+    assert claim.max_path == path
+    assert not any(row.max_path.is_contradicted for row in measure_complexity("bigbird", {**SMALL, **options})[:1])

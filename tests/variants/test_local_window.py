@@ -161,3 +161,10 @@ def test_mixer_trains_with_dropout():
     first.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
     assert not torch.equal(mixer(hidden), first)
+
+
+def test_a_step_in_float16_scales_before_it_multiplies():
+    module = make(True).half()
+    query, _, value = (100 * x[:, :, :1].sign().half() for x in draw(1))  # q . q = 100^2 D is beyond 65504
+    row, _ = module.step(query, query, value, module.init_state(BATCH, dtype=torch.float16))
+    assert torch.equal(row, value)

@@ -248,3 +248,12 @@ def test_what_follows_changes_no_choice_among_equal_blocks():
     whole = module.route(query, key)
     for length in (101, 500, 999):
         assert torch.equal(module.route(query[:, :, :length], key[:, :, :length]), whole[:, :, :length])
+
+
+def test_tokens_after_others_are_scaled_in_float16_before_they_are_multiplied():
+    module = make()
+    tokens = [100 * x.sign() for x in draw(4, dtype=torch.float16)]  # q . q = 100^2 D is beyond 65504
+    _, state = module.prefill(*(x[:, :, :2] for x in tokens))
+    query, _, value = (x[:, :, 2:] for x in tokens)
+    rows, _ = module.prefill(query, query, value, state)
+    assert rows.isfinite().all()
