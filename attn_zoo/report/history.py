@@ -157,7 +157,7 @@ def history(
                 rows.append(row | {"is_exact": claim.is_exact, "is_control": claim.is_control})
                 cells.append(one.cell)
     if not rows:
-        why = f"none of its {len(log)} commits holds times" if log else "no commit of a git repository here changed it"
+        why = f"none of its {len(log)} commits holds times" if log else "no commit of the git repository you are in changed it"
         raise ConfigError("history", [("", f"{here}: {why}")])
     for row, label in zip(rows, distinct_labels(cells, has_versions=False), strict=True):
         row["label"] = label

@@ -272,9 +272,7 @@ def test_new_heads_that_do_not_fit_are_refused(name):
     query, key, value = heads(2)
     one = slice(0, 1)
     for read in (module.step, module.prefill):
-        with pytest.raises(
-            ValueError, match=r"key: expected .* = \[3, 2, 1, 4\]; got \[2, 2, 1, 4\]"
-        ):
+        with pytest.raises(ValueError, match=r"key: expected .* = \[3, 2, 1, 4\]; got \[2, 2, 1, 4\]"):
             read(torch.randn(3, 2, 1, 4), key[:, :, one], value[:, :, one], state)
         with pytest.raises(ValueError, match=r"query: expected \[B, heads, length, D\] = \[2, 2, 1, 4\]"):
             read(torch.randn(2, 3, 1, 4), key[:, :, one], value[:, :, one], state)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attn_zoo.displays import Run
 from attn_zoo.folder import pack_cells
-from attn_zoo.records import Memory, Record, Status
+from attn_zoo.records import TRAINING_VERSION, Memory, Record, Status
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.pages.findings import (
     accuracy_findings,
@@ -188,6 +188,7 @@ def test_the_longest_lengths_are_the_gpus_where_they_lie_on_one_line_however_slo
     assert waiting == {"full": 4096, "linformer": 131_072}
     assert panel.time["linformer"].verdict == "linear"
     assert "calls wait for the host: full at least up to 4k, linformer at least up to 128k" in headline(analysis)
+    assert "by single calls the fastest is" in headline(analysis)
     short = analyse([write_run(tmp_path / "short", records[:10])]).panels[0]
     assert max(short.series[0].waiting) == lengths[9], "two lengths lie on any line"
 
@@ -671,12 +672,12 @@ def test_a_part_of_a_matrix_is_said_to_be_one(tmp_path):
     matrix = {"name": "m", "accuracy": [group | {"task": ["listops"]}, group | {"task": ["text"]}]}
     planned = pack_cells(record.cell for record in trained())
     part = analyse([write_run(tmp_path / "part", trained(), planned=planned, matrices=[matrix])])
-    assert completeness(part) == "9 of the 18 trainings of its matrix were planned, none of text."
+    assert completeness(part) == "Planned were 9 of the 18 trainings of its matrix, none of text."
     whole = matrix | {"accuracy": matrix["accuracy"][:1]}
     assert completeness(analyse([write_run(tmp_path / "whole", trained(), planned=planned, matrices=[whole])])) == ""
     causal = matrix | {"accuracy": [group | {"task": ["listops"], "is_causal": [False, True]}]}
     both = analyse([write_run(tmp_path / "causal", trained(), planned=planned, matrices=[causal])])
-    assert completeness(both) == "9 of the 18 trainings of its matrix were planned."
+    assert completeness(both) == "Planned were 9 of the 18 trainings of its matrix."
     for number, damaged in enumerate(({"accuracy": None}, {"accuracy": [{}]}, {"accuracy": [{"task": ["a"]}]})):
         run = write_run(tmp_path / str(number), trained(), planned=planned, matrices=[damaged])
         assert completeness(analyse([run])) == ""
@@ -739,7 +740,7 @@ def test_a_control_is_never_the_one_to_choose(tmp_path):
     assert front.texts()[0][1:5] == ["linformer"] * 4
     assert "Not judged (a control, which does without attention): pooling." in front.note
     grown, cheaper, *_ = findings(analysis)
-    assert grown == "Time grows, linear: linformer, full."
+    assert grown == "Growth of time: linear: linformer, full."
     assert cheaper == "Cheaper than full: linformer from 512 or less."
     assert any(text.startswith("Peak memory at 4k: full, linformer 56 MiB each;") for text in findings(analysis))
     assert [row["variant"] for row in crossover_table(analysis).rows] == ["linformer", "pooling"] * 2
@@ -800,7 +801,7 @@ def test_a_slope_that_is_no_whole_power_is_told_by_its_side_of_linear(tmp_path):
     records = [scaling(name, n, n**power, spread=0.01) for name, power in powers.items() for n in LENGTHS[:5]]
     records += [scaling("wide", n, n, spread=0.6) for n in LENGTHS[:5]]
     grown, *_ = findings(analyse([write_run(tmp_path / "run", records)]))
-    known = "Time grows, less than linear: window; linear: linformer; more than linear: full"
+    known = "Growth of time: less than linear: window; linear: linformer; more than linear: full"
     assert re.fullmatch(re.escape(known) + r"; not settled: wide \(slope 0\.\d\d \[.*\]: too wide to tell\)\.", grown)
 
 
@@ -878,6 +879,11 @@ def test_the_score_of_one_seed_is_said_to_be_one(tmp_path):
     records = [accuracy("full", seed, 0.4) for seed in range(3)] + [accuracy("linformer", 1, 0.7)]
     text = headline(analyse([write_run(tmp_path / "run", records)]))
     assert text == "Accuracy on listops (short): linformer 70.0 % (one seed), full 40.0 %."
+    records = [accuracy("full", 0, 0.4, protocol_version=TRAINING_VERSION - 1)]
+    text = headline(analyse([write_run(tmp_path / "old", records)]))
+    assert text.endswith(
+        f"(one seed); floors of training version {TRAINING_VERSION - 1}; those of {TRAINING_VERSION} may be stronger."
+    )
 
 
 def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from attn_zoo.report.analysis.floor import near_marks
+from attn_zoo.report.analysis.floor import TWO_SIDED, near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
@@ -33,10 +33,10 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
         return None
     near, far = near_marks(values, group.marks, metric)
     marks = [(plain(name.replace("_", " "), 28), value) for name, value in near.items()]
-    note = (
-        f"{group.how}\nlarge: mean over seeds with its 95 % t-interval; small: each seed; dashed: chance and trivial "
-        "models"
-    )
+    counts = {len(score.values) for score in group.ranked}
+    large = "large: mean over seeds with its 95 % t-interval; small: each seed" if max(counts) > 1 else ""
+    few = "one seed: 95 % interval from the size of the test set alone" if 1 in counts else ""
+    note = f"{group.how}\n{'; '.join(filter(None, (large, few)))}; dashed: chance and trivial models"
     if far:
         note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
     if any(row.ends and row.ends[0] < row.ends[1] and set(row.ends) & set(metric.bounds) for row in rows):
@@ -92,7 +92,10 @@ def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
         words = f"{metric.show(score.mean)} ({', '.join(counts)})"
     if score.low is not None and score.high is not None:
         ends = (score.low, score.high)
-        interval = f" [{metric.end(score.low)}, {metric.end(score.high)}]"
+    elif score.mean is not None and score.size_error is not None:
+        ends = (score.mean - TWO_SIDED * score.size_error, score.mean + TWO_SIDED * score.size_error)
+    if ends is not None:
+        interval = f" [{metric.end(ends[0])}, {metric.end(ends[1])}]"
     return DotRow(
         name=score.name,
         label=score.label,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from attn_zoo.errors import counted
 from attn_zoo.folder import Run, missing_shards
-from attn_zoo.records import is_one_token
+from attn_zoo.records import TRAINING_VERSION, is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup
 from attn_zoo.report.analysis.contradictions import contradicted_exponents, flops_ratios
@@ -84,8 +84,14 @@ def _mean_line(overview: Overview) -> str:
     means = overview.means.items()
     said = some(f"{label} {overview.metric.show(mean)}{one_seed(overview.num_seeds(label))}" for label, mean in means)
     over = some((group.task_title for group in overview.common), joint=" and ")
-    apart = f" ({overview.apart})" if overview.apart else ""
+    apart = f" ({overview.apart})" if overview.apart not in overview.title else ""
+    level = [group.task_title for group in overview.common if not any(_is_above(score) for score in group.scores)]
+    beside += f"; nothing clearly beats the floor of {some(level, joint=' and ')}" if level else ""
     return f"{overview.title}, mean over {over}{apart}: {said}{beside}." if said else ""
+
+
+def _is_above(score: LabelScore) -> bool:
+    return score.standing is None or score.standing.verdict in ("beaten", "unknown")
 
 
 def nearest_line(group: ErrorGroup) -> str:
@@ -134,13 +140,14 @@ def _winners(panel: Panel) -> str:
             return ("no two were measured at one length" if labels else "nothing to compare") + beside
         alone = "has no rival" if unjudged else "alone was measured"
         return f"{every[0].labels[0]} {alone}, {at} {_span(lengths)} tokens{beside}"
-    reigns = _reigns(judged)
+    reigns, waiting = _reigns(judged), _waiting(panel)
+    who = "by single calls the fastest is" if waiting else "the fastest is"
     first, last = ([human_length(one.seq_len) for one in reigns[end]] for end in (0, -1))
     if len(reigns) == 1:
-        said = [f"the fastest is {_reign(reigns[0], f'{at} {_span(first)} tokens')}"]
+        said = [f"{who} {_reign(reigns[0], f'{at} {_span(first)} tokens')}"]
     else:
         where = at if len(first) == 1 else "up to"  # nothing shorter was measured
-        said = [f"the fastest is {_reign(reigns[0], f'{where} {first[-1]} tokens')}"]
+        said = [f"{who} {_reign(reigns[0], f'{where} {first[-1]} tokens')}"]
         between = reigns[1:-1]
         if len(between) > 2:
             names = dict.fromkeys(label for own in between for label in _steady(own)[:1])
@@ -148,7 +155,7 @@ def _winners(panel: Panel) -> str:
         else:
             said += [_reign(own, f"from {human_length(own[0].seq_len)}") for own in between]
         said.append(_reign(reigns[-1], f"from {last[0]}"))
-    return ", ".join(said) + _by_how_much(panel, judged, _steady(reigns[-1])) + _holes(panel) + beside + _waiting(panel)
+    return ", ".join(said) + _by_how_much(panel, judged, _steady(reigns[-1])) + _holes(panel) + beside + waiting
 
 
 def _holes(panel: Panel) -> str:
@@ -301,7 +308,7 @@ def _part_of_matrix(run: Run) -> str:
         return ""
     without = sorted(counts.keys() - {cell.task for cell in planned})
     none = f", none of {', '.join(without)}" if without else ""
-    return f"{len(planned)} of the {counts.total()} trainings of its matrix were planned{none}."
+    return f"Planned were {len(planned)} of the {counts.total()} trainings of its matrix{none}."
 
 
 def findings(analysis: Analysis) -> list[str]:
@@ -337,7 +344,7 @@ def _growth_line(panel: Panel) -> str:
         return f"How time grows is {NOT_SETTLED}{why}."
     if unsettled:
         said.append(f"{NOT_SETTLED}: {some(growth.label for growth in unsettled)}{why}")
-    return f"Time grows, {'; '.join(said)}." if said else ""
+    return f"Growth of time: {'; '.join(said)}." if said else ""
 
 
 def _judged(panel: Panel) -> list[Series]:
@@ -417,6 +424,8 @@ def _score_line(group: AccuracyGroup) -> str:
         names = [score.name for score in group.ranked if score.standing and score.standing.verdict == verdict]
         if names:
             said.append(f"{words}: {some(names)}")
+    if (version := group.setting.protocol_version) < TRAINING_VERSION:
+        said.append(f"floors of training version {version}; those of {TRAINING_VERSION} may be stronger")
     return f"{group.metric.title} on {group.title}: {'; '.join(said)}." if means else ""
 
 

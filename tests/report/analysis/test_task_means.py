@@ -170,3 +170,17 @@ def test_the_interval_of_a_mean_stays_within_what_a_score_can_be(tmp_path):
     records = [accuracy("full", seed, 0.6 + 0.4 * seed, task=task) for task in "ab" for seed in (0, 1)]
     (found,) = overviews(tmp_path, records)
     assert found.interval("full")[1] == 1.0
+
+
+def test_the_headline_says_of_which_tasks_nothing_beats_the_floor(tmp_path):
+    records = runs("a", {"full": 0.8, "bigbird": 0.7}) + runs("b", {"full": 0.22, "bigbird": 0.2})
+    said = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert said.endswith("; mean of the best floors 21.0 %; nothing clearly beats the floor of b (short).")
+
+
+def test_what_a_mechanism_stands_in_place_of_is_said_once(tmp_path):
+    replacing = {"kind": "replacement", "replaces": "full"}
+    scores = {"full": 0.8, "bigbird": 0.7}
+    records = [run for steps in (0, 100) for task in "ab" for run in runs(task, scores, adapt_steps=steps, **replacing)]
+    said = headline(analyse([write_run(tmp_path / "run", records)]))
+    assert said.startswith("Accuracy, in place of full, mean over a (short) and b (short): full 80.0 %")

@@ -296,3 +296,12 @@ def test_axes_of_accuracy_stay_within_what_can_be_scored(tmp_path):
     assert "arrow: an interval cut where scores end" in " ".join(words(scores).split())
     heads = [line.get_marker() for line in scores.axes[0].get_lines() if line.get_marker() in {"<", ">"}]
     assert {"<", ">"} <= set(heads)
+
+
+def test_a_single_seed_has_the_interval_of_its_test_set(tmp_path):
+    drawn = pictures(tmp_path, [accuracy(variant, 0, 0.36 + place / 1000) for place, variant in enumerate(MANY[:3])])
+    picture = next(one for one in drawn if one.name.startswith("accuracy"))
+    low, high = picture.figure.axes[0].get_xlim()
+    assert high - low > 2 * 1.96 * (0.36 * 0.64 / 200) ** 0.5, "of 200 examples"
+    assert "one seed: 95 % interval from the size of the test set alone" in words(picture.figure)
+    assert "mean over seeds" not in words(picture.figure)
