@@ -157,7 +157,9 @@ def history(
                 rows.append(row | {"is_exact": claim.is_exact, "is_control": claim.is_control})
                 cells.append(one.cell)
     if not rows:
-        why = f"none of its {len(log)} commits holds times" if log else "no commit of the git repository you are in changed it"
+        why = "no commit of the git repository you are in changed it"
+        if log:
+            why = f"none of its {len(log)} commits holds times"
         raise ConfigError("history", [("", f"{here}: {why}")])
     for row, label in zip(rows, distinct_labels(cells, has_versions=False), strict=True):
         row["label"] = label
