@@ -15,6 +15,10 @@ Activation = Literal["gelu", "relu"]
 PoolingKind = Literal["mean", "cls"]
 
 
+LEAKY_NORM = "batch_norm in a decoder: its statistics run over all positions, so later tokens would leak"
+"""Why a causal model refuses it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The backbone and the variant inside it. Everything but `variant` and `options` is the same for all variants.

@@ -16,7 +16,7 @@ from attn_zoo.attention.build import build_mixer
 from attn_zoo.attention.contract import AbstractMixer, Mixed
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Request
-from attn_zoo.model.config import ModelConfig, NormKind
+from attn_zoo.model.config import LEAKY_NORM, ModelConfig, NormKind
 from attn_zoo.model.positions import Embedding
 from attn_zoo.registry import capabilities_of
 
@@ -204,9 +204,7 @@ def _refuse_leaks(config: ModelConfig) -> None:
     capabilities = capabilities_of(config.variant, config.options)
     capabilities.require(config.variant, Request(is_causal=True, is_autoregressive=True))
     if config.norm == "batch_norm":
-        raise UnsupportedError(
-            "causal", "batch_norm in a decoder: its statistics run over all positions, so later tokens would leak"
-        )
+        raise UnsupportedError("causal", LEAKY_NORM)
 
 
 class _Stack(nn.Module):

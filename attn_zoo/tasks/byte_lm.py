@@ -53,21 +53,25 @@ def read_packed(path: Path, where: str) -> bytes:
 class PackedSource(Source):
     """Like `Source`, but each folder is also searched for the files under their names with `.gz` added."""
 
-    def _packed(self) -> Source:
-        files = {key: f"{file}.gz" for key, file in self.files.items()}
-        return Source(name=self.name, folder=self.folder, files=files, hint=self.hint)
+    def _paths(self, at: Path) -> dict[str, Path]:
+        """Return each file in one folder, by the plain name if there is one; nothing unless all are there."""
+        plain = {key: at / file for key, file in self.files.items()}
+        paths = {key: path if path.is_file() else path.with_name(f"{path.name}.gz") for key, path in plain.items()}
+        return paths if all(path.is_file() for path in paths.values()) else {}
 
     def missing(self, data_dir: Path | None) -> list[str]:
         return [] if self.found(data_dir) is not None else super().missing(data_dir)
 
     def found(self, data_dir: Path | None) -> Path | None:
-        return super().found(data_dir) or self._packed().found(data_dir)
+        return next((at for at in self.folders(data_dir) if self._paths(at)), None)
 
     def locate(self, data_dir: Path | None) -> dict[str, Path]:
-        is_packed = super().found(data_dir) is None and self._packed().found(data_dir) is not None
-        return self._packed().locate(data_dir) if is_packed else super().locate(data_dir)
+        at = self.found(data_dir)
+        return self._paths(at) if at is not None else super().locate(data_dir)
 
     def digest(self, data_dir: Path | None) -> str:
+        """Return a hash of the unpacked content of all files; raises as `hashes`."""
+        self.hashes(data_dir)
         content = hashlib.sha256()
         for key, path in sorted(self.locate(data_dir).items()):
             content.update(key.encode() + hashlib.sha256(read_packed(path, self.name)).digest())

@@ -444,6 +444,8 @@ def read_tsv(path: Path) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint8]]:
                 values.append(_digit(target))
             except ValueError as error:
                 raise ConfigError(str(path), [(f"line {number}", str(error))]) from None
+        if rows and not line.endswith(b"\n"):
+            raise ConfigError(str(path), [(f"line {number}", "expected a line end; the file was cut short")])
     if not rows:
         raise ConfigError(str(path), [("line 2", "expected an expression; the file ends after its header")])
     for first in range(0, len(rows), _ROWS):

@@ -17,7 +17,8 @@ Levels:
         2 000 steps under `cpu-small`, and did not solve it.
     n64, n128, n256, n512: the published settings (figure 2: 4, 8, 16, 64 pairs; 8 192 symbols; 100 000 / 3 000).
     based: the mixture of Arora et al. 2024, arXiv 2402.18668, figure 2: test has lengths and numbers of pairs that
-        training has not. Accuracy against length and number of pairs.
+        training has not. Accuracy against length and number of pairs. Training ends at 256 tokens and test at 1 024:
+        learned positions beyond 256 are never trained (the override `position = "sinusoidal"` has none).
 
 Token ids: 0 padding, 1 filler, then V / 2 - 1 keys, then V / 2 values; class c is the c-th value. Chance is uniform
 over the values of the vocabulary. Validation, which the publication does not have, is drawn like test.

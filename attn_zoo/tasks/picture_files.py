@@ -26,6 +26,8 @@ _Grey = NDArray[np.uint8]
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # the last: encrypted
 _FOLDER, _FILE, _LABEL = 0, 1, 3  # columns of the metadata
 _IMAGES_PER_FOLDER = 10_000  # file managers and some file systems slow down beyond
+MOST_EMPTY = 0.001
+"""Of published pictures: more empty files are what an interrupted unpacking leaves."""
 _FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP")  # Pillow would run other programs to decode some others
 _MODES = {"L": "8-bit grey", "RGB": "8-bit colours"}
 
@@ -155,14 +157,22 @@ def _listed(path: Path, folder: Path) -> list[tuple[Path, int]]:
 
 
 def listing_digest(folder: Path) -> str:
-    """Return a hash of all metadata files: which pictures there are, and their labels (not their pixels).
+    """Return a hash of all metadata files and of the size of each picture that they list.
+
+    So a folder that was unpacked in part has another one. Pixels that change within a file of the same size are not
+    seen: there are 200 000 files to read.
 
     Raises:
-        ConfigError: there are no metadata files.
+        ConfigError: there are no metadata files, or a line of one is not as published.
     """
     content = hashlib.sha256()
     for path in _lists(folder):
         content.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+        for picture, _ in _listed(path, folder):
+            try:
+                content.update(picture.stat().st_size.to_bytes(8))
+            except OSError:  # reading it will say which is missing
+                content.update(b"missing")
     return content.hexdigest()
 
 
@@ -187,6 +197,9 @@ def read_folder(folder: Path, side: int) -> Published:
             except ValueError as error:
                 raise ConfigError(str(path), [("", str(error))]) from None
             count += 1
+    if (num_empty := len(listed) - count) > max(1, MOST_EMPTY * len(listed)):
+        problem = f"expected at most one empty file in {1 / MOST_EMPTY:,.0f}; got {num_empty} of {len(listed)}"
+        raise ConfigError(str(folder), [("imgs", f"{problem}: unpack the archive again")])
     if not count:
         raise ConfigError(str(folder), [("imgs", "every picture is an empty file")])
     return Published(pixels[:count], labels[:count], len(listed) - count)

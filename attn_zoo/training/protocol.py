@@ -29,7 +29,7 @@ import torch
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.metadata import Capabilities, Position, Request
 from attn_zoo.model import ModelConfig
-from attn_zoo.model.config import Activation, NormKind, PoolingKind, PositionKind
+from attn_zoo.model.config import LEAKY_NORM, Activation, NormKind, PoolingKind, PositionKind
 from attn_zoo.records import Cell
 from attn_zoo.registry import capabilities_of, make_config
 from attn_zoo.tasks import TaskSpec
@@ -94,7 +94,8 @@ class Protocol:
         resid_dropout_p: on embeddings and on what each sublayer adds.
         betas: of Adam.
         eps: of Adam.
-        weight_decay: decoupled (AdamW), on matrices; biases, norms and embeddings have none.
+        weight_decay: decoupled (AdamW), on matrices, tables of learned vectors in a mechanism among them; biases, norms
+            and embeddings of tokens and positions have none.
         base_lr: multiplied by the schedule.
         schedule: see the module's docstring.
         warmup_steps: W.
@@ -160,6 +161,12 @@ class Protocol:
         problems = [(n, f"expected more than 0; got {getattr(self, n)}") for n in positive if getattr(self, n) <= 0]
         not_negative = ("warmup_steps", "eps", "clip_norm", "weight_decay", "bucket_batches", "pretrain_steps")
         problems += [(n, f"expected 0 or more; got {getattr(self, n)}") for n in not_negative if getattr(self, n) < 0]
+        floats = [item.name for item in fields(self) if isinstance(getattr(self, item.name), float)]
+        infinite = [n for n in floats if not math.isfinite(getattr(self, n))]
+        problems += [(n, f"expected a finite number; got {getattr(self, n)}") for n in infinite]
+        if self.num_steps == 1 and not self.warmup_steps and self.schedule in ("linear", "cosine"):
+            got = "it ends at 0, the rate of the only update"
+            problems.append(("schedule", f"expected another with num_steps = 1 than {self.schedule}: {got}"))
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             problems.append(("betas", f"expected two numbers from 0 to less than 1; got {list(self.betas)}"))
         problems += self._size_problems()
@@ -376,6 +383,8 @@ def require(cell: Cell, spec: TaskSpec, protocol: Protocol, *, has_mask: bool) -
         raise UnsupportedError("pretrain", f"pretrain: a model for {spec.kind} has no encoder over one input")
     if protocol.cross_variant is not None and spec.kind != "seq2seq":
         raise UnsupportedError("cross_variant", f"cross_variant: a model for {spec.kind} has no cross-attention")
+    if protocol.norm == "batch_norm" and any(_directions(cell, spec, protocol)):
+        raise UnsupportedError("causal", LEAKY_NORM)
     if protocol.norm == "batch_norm" and cell.data_parallel > 1:
         reason = "data_parallel: batch_norm needs the whole batch, of which each process sees a part"
         raise UnsupportedError("data_parallel", reason)

@@ -54,8 +54,10 @@ class DivergedError(Exception):
 def make_optimizer(model: nn.Module, protocol: Protocol) -> torch.optim.Optimizer:
     """Return AdamW; matrices outside embeddings are decayed, all else is not."""
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    is_decayed = [parameter.ndim >= 2 and id(parameter) not in embeddings for parameter in trained]
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = list(named.values())
+    # A bias of each head is a matrix.
+    is_decayed = [p.ndim >= 2 and id(p) not in embeddings and not name.endswith("bias") for name, p in named.items()]
     groups = [
         {"params": [p for p, is_in in zip(trained, is_decayed, strict=True) if is_in is decays], "weight_decay": decay}
         for decays, decay in ((True, protocol.weight_decay), (False, 0.0))

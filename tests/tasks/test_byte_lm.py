@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import os
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.byte_lm import TEXT, ByteLanguageModelling, ByteLevel
 from attn_zoo.tasks.promises import checked_split
+from attn_zoo.tasks.sources.manifest import Entry, write_manifest
+from attn_zoo.tasks.sources.source import fetched_dir
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 CONTENT = bytes(np.random.default_rng(3).choice(np.frombuffer(b"abcdefg \n\xc3", np.uint8), 3_001))
@@ -157,3 +160,32 @@ def test_the_real_text():
     floors = task.floors()
     assert floors["unigram"] > floors["bigram"] > floors["trigram"] > floors["5-gram"] > 2.0
     assert 4.7 < floors["unigram"] < 4.9
+
+
+def test_a_packed_text_that_is_given_goes_before_a_plain_one_that_was_fetched(folder):
+    given = folder / "tinyshakespeare" / "input.txt"
+    fetched = fetched_dir() / "tinyshakespeare" / "input.txt"
+    fetched.parent.mkdir(parents=True)
+    fetched.write_bytes(CONTENT[::-1])
+    given.with_name("input.txt.gz").write_bytes(gzip.compress(CONTENT))
+    given.unlink()
+    assert TEXT.locate(folder)["input"] == given.with_name("input.txt.gz")
+    assert TEXT.locate(None)["input"] == fetched
+
+
+@pytest.mark.parametrize("name", ["input.txt", "input.txt.gz"])
+def test_a_text_that_is_not_what_its_manifest_says_is_refused(folder, name):
+    at = folder / "tinyshakespeare"
+    (at / "input.txt").unlink()
+    content = CONTENT if name == "input.txt" else gzip.compress(CONTENT)
+    (at / name).write_bytes(content)
+    write_manifest(
+        at, {name: Entry(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest(), origin="local")}
+    )
+    digest = ByteLanguageModelling.digest("short", data_dir=folder)
+    other = CONTENT[:-1] if name == "input.txt" else gzip.compress(CONTENT[:-1])
+    (at / name).write_bytes(other)
+    with pytest.raises(ConfigError, match=r"was changed since manifest\.json beside it was written"):
+        ByteLanguageModelling.digest("short", data_dir=folder)
+    (at / name).write_bytes(content)
+    assert ByteLanguageModelling.digest("short", data_dir=folder) == digest

@@ -19,7 +19,16 @@ from attn_zoo.tasks import listops as listops_module
 from attn_zoo.tasks.expressions import OPERATORS, Grammar, draw_trees
 from attn_zoo.tasks.floors.lookup_rules import lookup_floor, majority_floor
 from attn_zoo.tasks.generated.draws import Draws
-from attn_zoo.tasks.listops import ListOps, ListOpsLevel, generate_splits, padded, read_tsv, show_tokens, write_tsv
+from attn_zoo.tasks.listops import (
+    ListOps,
+    ListOpsLevel,
+    generate_splits,
+    padded,
+    read_tsv,
+    show_tokens,
+    tokens_of,
+    write_tsv,
+)
 from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.sources.tensor_cache import cache_dir, cached_tensors
 from attn_zoo.training.protocol import resolve_protocol
@@ -423,3 +432,13 @@ PUBLISHED = {
         "batch_size": 32,
     },
 }
+
+
+def test_a_file_that_was_cut_is_refused(tmp_path):
+    path = tmp_path / "basic_train.tsv"
+    rows = [tokens_of(b"[MAX 2 9 ]"), tokens_of(b"[MIN 4 7 ]")]
+    write_tsv(path, rows, [9, 4])
+    assert read_tsv(path)[1].tolist() == [9, 4]
+    path.write_bytes(path.read_bytes().removesuffix(b"\r\n"))
+    with pytest.raises(ConfigError, match="line 3: expected a line end; the file was cut short"):
+        read_tsv(path)

@@ -51,14 +51,28 @@ def test_published_folders_are_read_in_the_order_of_their_numbers(folder, pictur
     assert found.num_skipped == 0
 
 
-def test_empty_files_are_skipped_and_counted(folder, pictures):
-    (folder / "imgs" / "8" / "sample_3.png").write_bytes(b"")
+def test_an_empty_file_is_skipped_and_counted_and_more_are_refused(folder, pictures):
     (folder / "imgs" / "10" / "sample_0.png").write_bytes(b"")
     found = read_folder(folder, 32)
-    left = np.delete(np.arange(25), [3, 20])
-    np.testing.assert_array_equal(found.pixels, pictures[0][left].reshape(23, -1))
+    left = np.delete(np.arange(25), 20)
+    np.testing.assert_array_equal(found.pixels, pictures[0][left].reshape(24, -1))
     np.testing.assert_array_equal(found.labels, pictures[1][left])
-    assert found.num_skipped == 2
+    assert found.num_skipped == 1
+    (folder / "imgs" / "8" / "sample_3.png").write_bytes(b"")
+    with pytest.raises(ConfigError, match="imgs: expected at most one empty file in 1,000; got 2 of 25: unpack"):
+        read_folder(folder, 32)
+
+
+def test_a_folder_that_was_unpacked_in_part_has_another_digest(folder):
+    digests, picture = [listing_digest(folder)], folder / "imgs" / "8" / "sample_3.png"
+    content = picture.read_bytes()
+    picture.write_bytes(content[:-1])
+    digests.append(listing_digest(folder))
+    picture.unlink()
+    digests.append(listing_digest(folder))
+    assert len(set(digests)) == 3
+    picture.write_bytes(content)
+    assert listing_digest(folder) == digests[0]
 
 
 def test_nothing_but_empty_files_is_an_error(tmp_path, pictures):

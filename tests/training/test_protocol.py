@@ -89,3 +89,18 @@ def test_model_config_takes_every_shared_field():
     config = protocol.model_config(variant="full", options={"a": 1}, vocab_size=9, max_seq_len=33, seed=5)
     assert (config.embed_dim, config.num_heads, config.norm, config.max_seq_len) == (24, 3, "rms_norm", 33)
     assert (config.variant, config.options, config.vocab_size, config.seed) == ("full", {"a": 1}, 9, 5)
+
+
+@pytest.mark.parametrize("name", ["base_lr", "weight_decay", "clip_norm", "eps"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_are_finite(name: str, value: float):
+    with pytest.raises(ConfigError, match=f"{name}: expected a finite number; got {value}"):
+        resolve_protocol("cpu-small", overrides={name: value})
+
+
+def test_an_only_update_has_a_rate():
+    single = {"num_steps": 1, "warmup_steps": 0, "eval_every": 1}
+    for schedule in ("linear", "cosine"):
+        with pytest.raises(ConfigError, match=f"schedule: expected another with num_steps = 1 than {schedule}"):
+            resolve_protocol("cpu-small", overrides={**single, "schedule": schedule})
+    resolve_protocol("cpu-small", overrides={**single, "schedule": "constant"})

@@ -323,3 +323,7 @@ def test_decay_spares_embeddings_biases_and_norms():
     assert [tuple(p.shape) for p in decayed["params"]] == [(5, 4)]
     assert (decayed["weight_decay"], spared["weight_decay"], len(spared["params"])) == (0.1, 0.0, 4)
     assert (decayed["betas"], decayed["eps"]) == ((0.9, 0.98), 1e-9)
+    model = nn.ModuleDict({"heads": nn.Linear(4, 5)})
+    model["heads"].bias = nn.Parameter(torch.zeros(2, 5))  # of two heads
+    decayed, spared = make_optimizer(model, resolve_protocol("lra-original")).param_groups
+    assert [tuple(p.shape) for p in (*decayed["params"], *spared["params"])] == [(5, 4), (2, 5)]

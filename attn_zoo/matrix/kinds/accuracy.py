@@ -1,7 +1,7 @@
 """`[[accuracy]]`: training runs, variants x seeds on tasks; refused before anything trains where they cannot be.
 
 What a variant refuses is asked with the same words as when the model is built, so that nothing trains for hours beside
-cells that were never possible.
+cells that were never possible. Whether weights pretrained in one direction fit the other is seen when both are built.
 """
 
 from __future__ import annotations

@@ -135,27 +135,38 @@ class Source:
             return None
         return f"{self.name}: missing {', '.join(self.missing(data_dir))}. {self.hint} (attn-zoo data list)"
 
-    def digest(self, data_dir: Path | None) -> str:
-        """Return a hash of the content of all files.
+    def hashes(self, data_dir: Path | None) -> dict[str, str]:
+        """Return the SHA-256 of each file by what the task calls it, sorted.
 
         Raises:
-            ConfigError: a file is missing or cannot be read, or is not what the manifest beside it says, or is another
-                one of them: two splits hold the same bytes, or one what was published as the other.
+            ConfigError: a file is missing or cannot be read, or is not what the manifest beside it says.
         """
-        at = self.found(data_dir)
+        paths, at = self.locate(data_dir), self.found(data_dir)
         recorded = (read_manifest(at) if at else None) or {}
-        content = hashlib.sha256()
-        owner = {digest: key for key, digest in self.sha256.items()}
-        for key, path in sorted(self.locate(data_dir).items()):
+        hashes: dict[str, str] = {}
+        for key, path in sorted(paths.items()):
             try:
                 digest = file_sha256(path)
             except OSError as error:
                 raise ConfigError(self.name, [(str(path), f"cannot be read: {error.strerror}")]) from None
-            entry = recorded.get(self.files[key])
+            entry = recorded.get(path.relative_to(at).as_posix()) if at else None
             if entry is not None and entry.sha256 != digest:
                 way = "fetch or restore it, or delete the manifest and record what is there (data verify --record)"
                 text = f"was changed since {MANIFEST} beside it was written: {way}"
                 raise ConfigError(self.name, [(str(path), text)])
+            hashes[key] = digest
+        return hashes
+
+    def digest(self, data_dir: Path | None) -> str:
+        """Return a hash of the content of all files.
+
+        Raises:
+            ConfigError: as for `hashes`, or a file is another one of them: two splits hold the same bytes, or one what
+                was published as the other.
+        """
+        content = hashlib.sha256()
+        owner = {digest: key for key, digest in self.sha256.items()}
+        for key, digest in self.hashes(data_dir).items():
             other = owner.setdefault(digest, key) if key in _SPLITS else owner.get(digest, key)
             if other != key:
                 is_published = self.sha256.get(other) == digest

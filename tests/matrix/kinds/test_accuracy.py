@@ -12,6 +12,7 @@ from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.kinds.accuracy import TrainingForecast
 from attn_zoo.matrix.plan.expand import make_plan, require_devices
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
+from attn_zoo.model.config import LEAKY_NORM
 from attn_zoo.records import Record, Score
 from tests.matrix.conftest import TINY_TRAINING, run_cell, training_plan
 
@@ -118,6 +119,9 @@ def test_processes_that_train_together_are_part_of_the_key_and_need_enough_of_ev
     (item,) = training_plan(["fake_train_ok"], overrides={**TINY_TRAINING, "norm": "batch_norm"}, **RANKS).cells
     assert item.refusal is not None
     assert item.refusal[0] == "data_parallel"
+    pretrained = {"norm": "batch_norm", "pretrain": "causal", "pretrain_steps": 1}
+    (item,) = training_plan(["fake_train_ok"], overrides={**TINY_TRAINING, **pretrained}).cells
+    assert item.refusal == ("causal", LEAKY_NORM)
     few = {"data_parallel": 9, "overrides": TINY_TRAINING}
     wanted = "accuracy[0].data_parallel: expected at most batch_size, 8, so that every process has an example; got 9"
     assert problems_of(**few) == [wanted]
