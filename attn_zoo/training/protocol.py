@@ -165,8 +165,8 @@ class Protocol:
         infinite = [n for n in floats if not math.isfinite(getattr(self, n))]
         problems += [(n, f"expected a finite number; got {getattr(self, n)}") for n in infinite]
         if self.num_steps == 1 and not self.warmup_steps and self.schedule in ("linear", "cosine"):
-            got = "it ends at 0, the rate of the only update"
-            problems.append(("schedule", f"expected another with num_steps = 1 than {self.schedule}: {got}"))
+            why = "it ends at 0, the rate of the only update"
+            problems.append(("schedule", f"expected another with num_steps = 1 than {self.schedule}: {why}"))
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             problems.append(("betas", f"expected two numbers from 0 to less than 1; got {list(self.betas)}"))
         problems += self._size_problems()

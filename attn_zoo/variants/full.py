@@ -35,8 +35,8 @@ class FullConfig(VariantConfig):
     Args:
         backend: `"auto"` takes the fastest exact kernel for the device, dtype and shape (the rule is in
             `attn_zoo.kernels.exact.backends`); `"math"` is the equation as written, with dense scores; the others are
-            kernels of torch, and of xformers. For padding on a GPU, in 16 bits: `"unmasked"` counts it and takes it out
-            of what a kernel without a mask gives; `"varlen"` is torch's flash kernel on keys packed without it.
+            kernels of torch, and of xformers. For padding on a GPU, in bfloat16: `"unmasked"` counts it and takes it
+            out of what a kernel without a mask gives; `"varlen"` is torch's flash kernel on keys packed without it.
             A named kernel runs or is refused: nothing takes its place.
     """
 

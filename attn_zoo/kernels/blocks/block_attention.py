@@ -125,7 +125,7 @@ def _differentiate_replayed(
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? padding, Tensor? slopes, Tensor? seed, Tensor? indices, "
     "Tensor? counts, str layout, SymInt[] numbers, float dropout_p, str backend, "
-    "bool has_lse, bool needs_grad"
+    "bool has_lse, bool needs_grad, int num_threads"
 )
 _NUM_TENSORS = 8  # of these
 
@@ -168,11 +168,11 @@ def _as_pattern(
 
 def _as_call(*given: Any) -> tuple[Backend, BlockCall]:
     """Return the path and the call that the operator's arguments stand for."""
-    query, key, value, padding, slopes, seed, *table, dropout_p, backend, has_lse, needs_grad = given
+    query, key, value, padding, slopes, seed, *table, dropout_p, backend, has_lse, needs_grad, num_threads = given
     pattern = _as_pattern(query, key, *table)
     tensors = query, key, value, padding, slopes
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad, is_compiled=True)
-    return path, BlockCall(query, key, value, padding, pattern, slopes, dropout_p, seed, has_lse, kind)
+    return path, BlockCall(query, key, value, padding, pattern, slopes, dropout_p, seed, has_lse, kind, num_threads)
 
 
 @torch.library.custom_op(
@@ -299,7 +299,7 @@ def _attend(
     if torch.compiler.is_compiling():
         # Where the inputs are, so that nothing waits for it; the gather path alone reads it on the host.
         seed = torch.randint(1 << 62, (1,), device=query.device) if dropout_p else None
-        given = (*_as_numbers(pattern), dropout_p, backend, has_lse, needs_grad)
+        given = (*_as_numbers(pattern), dropout_p, backend, has_lse, needs_grad, _num_threads())
         compiled: tuple[Tensor, Tensor] = _operator(query, key, value, padding, slopes, seed, *given)
         return compiled
     replays = None
@@ -316,7 +316,7 @@ def _attend(
     path, kind = _path_and_kind(*tensors, pattern, dropout_p, backend, needs_grad=needs_grad)
     # The seed comes from PyTorch's generator, as dropout does; the draws that follow are repeatable from it.
     seed = torch.randint(1 << 62, (1,), device=query.device if path == "triton" else "cpu") if dropout_p else None
-    rest = pattern, slopes, dropout_p, seed, has_lse, kind
+    rest = pattern, slopes, dropout_p, seed, has_lse, kind, torch.get_num_threads()
     call = BlockCall(query, key, value, padding, *rest)
     if replays and path == "triton":
 
@@ -334,6 +334,14 @@ def _attend(
         return output, lse if has_lse else None
     attended: tuple[Tensor, Tensor | None] = _BlockAttention.apply(query, key, value, padding, path, rest)
     return attended
+
+
+def _num_threads() -> int:
+    return torch.get_num_threads()
+
+
+# The compiler, which cannot trace it, takes for a constant what it returns while tracing.
+_num_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _no_bias(*_: object, **__: object) -> Tensor:

@@ -31,6 +31,7 @@ class BlockCall(NamedTuple):
         seed: int64 `[1]`, of the draws of dropout, or None.
         has_lse: the log-sum-exp of the scores is a result too, with a gradient.
         kind: the same for calls that are cut alike by the same kernels; None, and nothing is remembered of it.
+        num_threads: that pieces on a CPU are cut for, in backward as in forward, which may run on another thread.
     """
 
     query: Tensor
@@ -43,6 +44,7 @@ class BlockCall(NamedTuple):
     seed: Tensor | None = None
     has_lse: bool = False
     kind: Hashable = None
+    num_threads: int = 1
 
     @property
     def scale(self) -> float:

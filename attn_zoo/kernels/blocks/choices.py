@@ -39,7 +39,7 @@ def best_choices(liking: Tensor, num_choices: int) -> Tensor:
         num_choices: at most as many as there are blocks.
     """
     bits = liking.double().view(torch.int64)
-    ascending = bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)  # as integers in the order of the numbers
+    ascending = torch.where(bits < 0, torch.iinfo(torch.int64).min - bits, bits)  # integers as the numbers; -0.0 is 0
     place = torch.arange(liking.shape[-1], device=liking.device)
     blocks = ((ascending & -(1 << _PLACE_BITS)) | place).topk(num_choices, dim=-1).indices
     return blocks.masked_fill(liking.gather(-1, blocks).isneginf(), -1)

@@ -120,10 +120,10 @@ def _weights(piece: Piece, lse: Tensor | None = None) -> Tensor:
     """Return P in the wide dtype, in a buffer; write the log-sum-exp of the scores `[n, l]` to `lse`."""
     query, key = piece.query, piece.key
     shape = (*query.shape[:2], key.shape[1])
+    wide = wide_dtype(query.dtype)
+    if query.dtype != wide:  # before the product: in 16 bits scores lose digits, and those beyond 65504 all of them
+        query, key = query.to(wide), key.to(wide)
     scores = _product(query, key.mT, piece.scale, piece.scratch.take("scores", shape, query))
-    wide = wide_dtype(scores.dtype)
-    if scores.dtype != wide:
-        scores = scores.to(wide)
     if piece.mask is not None:
         scores[piece.masked] += piece.mask
     if lse is not None:

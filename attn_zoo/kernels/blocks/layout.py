@@ -211,6 +211,10 @@ class BlockLayout(PatternLayout):
         rows, count = len(self.candidates.low), self.num_random_blocks
         key = (self.seed, self.layer_index, self.num_key_blocks)
         if self.is_permuted and rows >= self.num_window_blocks + count:
+            if self.is_causal:
+                raise ValueError(
+                    "is_permuted: expected False where is_causal is True: a permutation draws from the future too"
+                )
             reach = self.num_window_blocks // 2
             blocks = permuted_blocks(key, self.num_heads, count, self.num_key_blocks, self.num_leading, reach)
             return torch.from_numpy(blocks).to(device), torch.full((rows,), count, dtype=torch.int32, device=device)

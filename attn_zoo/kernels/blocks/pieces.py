@@ -147,7 +147,7 @@ def _is_alike(call: BlockCall, pattern: BlockPattern) -> bool:
 def pieces_of(call: BlockCall, pattern: BlockPattern, *, has_scores: bool) -> Pieces:
     """Return how a call is cut; kept, with its masks, where it depends on sizes only. For arguments see `Pieces`."""
     query = call.query
-    budget = _CPU_PIECE_BYTES * torch.get_num_threads() if query.device.type == "cpu" else _GPU_PIECE_BYTES
+    budget = _CPU_PIECE_BYTES * call.num_threads if query.device.type == "cpu" else _GPU_PIECE_BYTES
     if not _is_alike(call, pattern):
         return Pieces(call, pattern, has_scores=has_scores, budget=budget)
     key = (pattern, query.shape, query.dtype, query.device, has_scores, budget)
@@ -193,7 +193,7 @@ class Pieces:
         self._dense_end = min(pattern.num_dense_rows * size, pattern.query_len)
         dense_bytes = pattern.dense_key_len * token_bytes if self._dense_end else 0
         # The fused kernel keeps one thread busy with a sequence in backward, so there are as many of them as threads.
-        least = 1 if has_scores or not dense_bytes else torch.get_num_threads()
+        least = 1 if has_scores or not dense_bytes else call.num_threads
         listed_bytes = max(row_bytes * pattern.num_rows, 1)
         self._num_sequences = max(least, budget // max(listed_bytes, dense_bytes))
         # Listed rows of one sequence are enough for all threads, and blocks side by side need no copy.

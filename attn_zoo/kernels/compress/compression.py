@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.cached_launch import kind_of, places_of, remembered
@@ -190,7 +191,8 @@ def _compute(name: str, call: CompressCall) -> tuple[Tensor, ...]:
         return tuple([products.multiply(*pair, call.mask) for pair in call.pairs])
     if name != "triton" and call.matrices[0].dim() == 3:  # our kernels take them as they are, which saves some views
         call = call._replace(matrices=tuple([matrix[None, :, : tokens.shape[2]] for matrix in call.matrices]))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices)):
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tokens, *call.matrices))
+    if needs_grad or (name == "triton" and forward_ad._current_level >= 0):  # autograd refuses forward derivatives
         tensors = *call.tokens, *call.matrices
         results: tuple[Tensor, ...] = _Compress.apply(name, len(call.tokens), call.kind, call.mask, *tensors)
         return results

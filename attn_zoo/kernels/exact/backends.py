@@ -264,8 +264,10 @@ def _why_not_flash(call: ExactCall) -> str | None:
 def _why_not_unmasked(call: ExactCall) -> str | None:
     if call.is_causal or call.slopes is not None or call.is_grouped:
         return "it is offered for calls without a causal mask and ALiBi, with as many heads of keys as of queries"
-    if call.query.dtype not in (torch.bfloat16, torch.float16):
-        return f"it is for 16 bits, where a mask takes a slower kernel, not for {call.query.dtype}"
+    # The kernel writes the output divided by Z', padding included: where few of many keys are there, that is below the
+    # smallest normal float16, and digits are lost. bfloat16 has the exponents of float32.
+    if call.query.dtype != torch.bfloat16:
+        return f"it is for bfloat16, where a mask takes a slower kernel, not for {call.query.dtype}"
     if reason := _outside_cuda(call):
         return reason
     if not _HAS_TRITON:

@@ -53,11 +53,15 @@ class _Rows(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.attend, ctx.chunk_len, ctx.is_causal = attend, chunk_len, is_causal
-        output = torch.empty_like(query)
+        device = query.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        output: Tensor | None = None
         for rows, num_keys in _chunks(query.shape[2], key.shape[2], chunk_len, is_causal):
-            output[:, :, rows.start : rows.stop] = attend(
-                query[:, :, rows.start : rows.stop], key[:, :, :num_keys], value[:, :, :num_keys], rows
-            )
+            part = attend(query[:, :, rows.start : rows.stop], key[:, :, :num_keys], value[:, :, :num_keys], rows)
+            if output is None:
+                output = torch.empty_like(query, dtype=part.dtype)  # autocast may have narrowed it
+            output[:, :, rows.start : rows.stop] = part
+        assert output is not None
         return output
 
     @staticmethod
@@ -73,7 +77,8 @@ class _Rows(torch.autograd.Function):
                 x.detach().requires_grad_()
                 for x in (query[:, :, rows.start : rows.stop], key[:, :, :num_keys], value[:, :, :num_keys])
             ]
-            with torch.enable_grad():
+            device, dtype, enabled = ctx.autocast
+            with torch.enable_grad(), torch.autocast(device, dtype, enabled=enabled):
                 output = ctx.attend(*leaves, rows)
             grads = torch.autograd.grad(output, leaves, grad_output[:, :, rows.start : rows.stop])
             grad_query[:, :, rows.start : rows.stop] = grads[0]

@@ -327,7 +327,10 @@ def _harmless(attend: _Attend, call: ExactCall) -> Tensor:
             wide = torch.promote_types(key.dtype, torch.float32)
             norms = [float(torch.linalg.vector_norm(x, dtype=wide)) for x in (query, key, value)]
         largest = torch.finfo(wide).max
-        if norms[0] * norms[1] <= largest and norms[2] <= largest:  # neither is so where a NaN is
+        # Of what kernels are given: autocast may narrow it, where scores are summed up in float32 all the same.
+        narrow = torch.is_autocast_enabled("cpu") and key.dtype != torch.float64
+        most = torch.finfo(torch.get_autocast_dtype("cpu")).max if narrow else largest
+        if norms[0] * norms[1] <= largest and norms[1] <= most and norms[2] <= most:  # none is so where a NaN is
             return attend(call)
     hidden = padding[:, None, :, None]
     blank = key.masked_fill(hidden, 0.0)

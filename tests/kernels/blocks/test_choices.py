@@ -121,3 +121,7 @@ def test_of_equal_ones_the_later_is_chosen_however_many_follow():
         rest = liking[:, :length].clone()
         rest[:, 60:] = -torch.inf
         assert best_choices(rest, 12).tolist() == [[49, 48, 47, 46, 45, 44, 43, 42, 41, 40, 59, 58]] * 64
+
+
+def test_negative_zero_is_liked_as_zero_is():
+    assert best_choices(torch.tensor([0.0, -0.0, 0.0, -0.0]), 2).tolist() == [3, 2]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks import pieces as block_pieces
-from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.layout import BlockLayout, TokenLayout
 from attn_zoo.kernels.blocks.pattern import BlockPattern
 from attn_zoo.kernels.trace import recording
@@ -228,6 +228,38 @@ def test_dropout_has_the_gradient_of_what_it_computed(is_causal: bool):
             sides.append(float((run(moved) * weights).sum()))
         slope = (sides[0] - sides[1]) / 2e-5
         assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_dropout_is_the_same_in_backward_under_another_number_of_threads(is_compiled: bool):
+    layout = make_layout(128, num_heads=4)
+    query, key, value = (torch.randn(2, 4, 128, 32, dtype=torch.float64).requires_grad_() for _ in range(3))
+    run = torch.compile(block_sparse_attention, backend="aot_eager") if is_compiled else block_sparse_attention
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        output = run(query, key, value, layout, dropout_p=0.3, backend="gather")
+        torch.set_num_threads(2)
+        direction = torch.randn_like(output)
+        (gradient,) = torch.autograd.grad(output, value, direction)
+    finally:
+        torch.set_num_threads(before)
+    # Linear in the values under the same draws, so both are <direction, output>.
+    found, expected = (value * gradient).sum().detach(), (output * direction).sum().detach()
+    assert float(found) == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_scores_are_wide_before_they_are_softmaxed():
+    layout = make_layout(128, num_heads=HEADS)
+    query, value = (100 * torch.randn(1, HEADS, 128, 64) for _ in range(2))
+    query, key, value = (x.half().requires_grad_() for x in (query, query, value / 100))
+    output, _ = block_sparse_attention_with_lse(query, key, value, layout, backend="gather")
+    exact = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    want, _ = block_sparse_attention_with_lse(exact[0], exact[1], exact[2], layout, backend="gather")
+    torch.testing.assert_close(output.double(), want, rtol=4e-3, atol=4e-3)
+    grads = torch.autograd.grad(output.sum(), (query, key, value)), torch.autograd.grad(want.sum(), exact)
+    for found, true in zip(*grads, strict=True):
+        torch.testing.assert_close(found.double(), true, rtol=2e-2, atol=2e-2)
 
 
 def test_dropout_keeps_the_mean_and_drops_the_right_share():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_zoo.kernels.blocks.layout import Candidates, counter_bits, permuted_blocks, uniform_blocks
+from attn_zoo.kernels.blocks.layout import BlockLayout, Candidates, counter_bits, permuted_blocks, uniform_blocks
 
 
 def candidates(num_blocks: int, first: int, reach: int) -> Candidates:
@@ -132,3 +132,9 @@ def test_permutations_reach_far_and_near():
     assert counts[:2].tolist() == [0, 0]
     assert (counts[2:] > 0).all()
     assert counts[2:].max() < 4 * counts[2:].min()
+
+
+def test_a_permutation_of_the_past_is_refused():
+    sizes = {"block_size": 16, "num_window_blocks": 3, "num_global_blocks": 1, "num_random_blocks": 2}
+    with pytest.raises(ValueError, match="is_permuted: expected False where is_causal"):
+        BlockLayout(query_len=512, is_permuted=True, is_causal=True, **sizes).pattern()

@@ -177,3 +177,11 @@ def test_compiled_whole():
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     got = torch.autograd.grad(compiled(tokens, matrix), (tokens, matrix))
     torch.testing.assert_close(got, want)
+
+
+def test_forward_derivatives_are_refused():
+    tokens, matrix = (x.detach() for x in draw((1, 1), torch.float32))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tokens, torch.ones_like(tokens))
+        with pytest.raises(RuntimeError, match="forward mode AD"):
+            compress(dual, matrix, path=TRITON)

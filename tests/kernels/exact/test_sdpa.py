@@ -796,3 +796,32 @@ def test_auto_on_gpu_takes_a_fused_kernel_in_half_precision():
 def test_every_backend_has_its_check():
     named = set(backends.Backend.__args__) - {"auto"}  # type: ignore[attr-defined]
     assert set(backends._WHY_NOT) == named
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_that_autocast_would_make_infinite_does_no_harm(is_causal):
+    query, key, value = draw(40)
+    mask = half_padded(40)
+    spoilt = [x.detach().masked_fill(mask[:, None, :, None], 1e6).requires_grad_() for x in (key, value)]
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = attend(query, *spoilt, key_padding_mask=mask, is_causal=is_causal)
+    want = oracle(query, key, value, key_padding_mask=mask, is_causal=is_causal)
+    torch.testing.assert_close(output.double(), want, rtol=4e-3, atol=4e-3)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(output.sum(), (query, *spoilt)))
+
+
+def test_under_autocast_chunks_give_the_dtype_and_gradients_of_one_call(monkeypatch):
+    tensors, results = draw(40), []
+    for scores in (row_chunks.CHUNK_SCORES, 1):
+        monkeypatch.setattr(row_chunks, "CHUNK_SCORES", scores)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = attend(*tensors, is_causal=True, alibi=True, backend="flash")
+        results.append((output, *torch.autograd.grad(output.float().sum(), tensors)))
+    assert results[1][0].dtype == torch.bfloat16
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=0.02, atol=0.02)
+
+
+def test_without_a_mask_is_not_offered_in_float16():
+    given = call(query=torch.zeros(2, H, 8, 8, dtype=torch.float16))
+    assert "it is for bfloat16" in (backends.why_not("unmasked", given) or "")
