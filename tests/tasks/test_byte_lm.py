@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import hashlib
 import os
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from attn_zoo.tasks import SplitName
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.tasks.byte_lm import TEXT, ByteLanguageModelling, ByteLevel
 from attn_zoo.tasks.promises import checked_split
-from attn_zoo.tasks.sources.manifest import Entry, write_manifest
+from attn_zoo.tasks.sources.manifest import describe, write_manifest
 from attn_zoo.tasks.sources.source import fetched_dir
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
@@ -179,9 +178,7 @@ def test_a_text_that_is_not_what_its_manifest_says_is_refused(folder, name):
     (at / "input.txt").unlink()
     content = CONTENT if name == "input.txt" else gzip.compress(CONTENT)
     (at / name).write_bytes(content)
-    write_manifest(
-        at, {name: Entry(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest(), origin="local")}
-    )
+    write_manifest(at, {name: describe(at / name, "local")})
     digest = ByteLanguageModelling.digest("short", data_dir=folder)
     other = CONTENT[:-1] if name == "input.txt" else gzip.compress(CONTENT[:-1])
     (at / name).write_bytes(other)
