@@ -200,7 +200,7 @@ def _sliced(filename: str, root: str) -> str:
     """Return the text of the statements that `root`, a statement of the cell `filename`, needs, and its own.
 
     Raises:
-        ConfigError: `root` is not there (any more), or one of them needs a name that none binds.
+        ConfigError: `root` is not there (any more), one of them needs a name that none binds, or is for the main module.
     """
     statements = _typed(filename)
     same = [index for index, one in enumerate(statements) if one.text == root]
@@ -230,9 +230,16 @@ def _sliced(filename: str, root: str) -> str:
                 raise ConfigError("source", [("", f"it needs {name!r}, which nothing that was typed binds")])
             # What a class body needs was bound before it; what a function needs may have been bound anew since.
             waiting += [i for i in binding if i < index][-1:] + binding[-1:]
+    if any(_is_of_main(statements[i].node) for i in kept):
+        reason = "what defines it stands under `if __name__ == ...`, which no other process runs: move it to the top"
+        raise ConfigError("source", [("", reason)])
     futures = [one.text for one in statements if getattr(one.node, "module", None) == "__future__"]
     texts = [statements[i].text if i == last else statements[i].text_unregistered for i in sorted(kept)]
     return "\n\n".join([*futures[:1], *(text for text in texts if text not in futures)]) + "\n"
+
+
+def _is_of_main(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and any(getattr(part, "id", "") == "__name__" for part in ast.walk(node.test))
 
 
 @cache
@@ -287,7 +294,10 @@ def write_typed(owner: type, frame: FrameType, name: str) -> str:
         copy.write_bytes(file.read_bytes())
     typed = [one for one in _statements(text) if not isinstance(one.node, ast.Import | ast.ImportFrom)]
     names, namespace = frozenset(name for one in typed for name in one.binds), frame.f_globals
-    _written[str(path)] = _Written(filename, root, folder, namespace, names, _values(namespace, names))
+    # While its decorators run, the name of the class is bound to the one that was typed before, or to none.
+    itself = {owner.__name__: owner} if around and isinstance(around[-1].node, ast.ClassDef) else {}
+    values = _values({**namespace, **itself}, names)
+    _written[str(path)] = _Written(filename, root, folder, namespace, names, values)
     return str(path)
 
 

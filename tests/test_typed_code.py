@@ -131,6 +131,24 @@ def test_a_cell_may_be_run_again_and_the_new_class_counts(prompt):
     assert "Softmax, typed." not in source(), "an earlier version must not register a second time"
 
 
+def test_a_cell_that_is_changed_and_run_again_is_measured_as_it_is_now(prompt):
+    """While a class is being registered, its name still stands for the one before."""
+    cell = MINE.replace("    def forward", "    gain = 1.0\n\n    def forward")
+    prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, cell, cell.replace("gain = 1.0", "gain = 2.0"))
+    require_same_values(variants["typed_mine"].source)
+    assert _written[variants["typed_mine"].source].values["Mine.gain"] == "2.0"
+
+
+@pytest.mark.parametrize("guarded", ["class", "call"])
+def test_what_only_the_main_module_runs_is_not_measured(prompt, tmp_path, guarded):
+    mine = MINE.replace("\n", "\n    ")
+    guard = "if __name__ == '__main__':"
+    cells = [f"{guard}\n{mine}"] if guarded == "class" else [f"def main():\n{mine}", f"{guard}\n    main()"]
+    prompt("__name__ = '__main__'", IMPORTS, "FACTOR = 1.0", CARD, SCORED, *cells)
+    with pytest.raises(ConfigError, match="stands under `if __name__ == ...`, which no other process runs"):
+        run(plan_of("typed_mine"), Store(tmp_path / "out"))
+
+
 def test_a_name_of_somebody_else_is_not_replaced(prompt):
     with pytest.raises(ConfigError, match="'full' is already registered by attn_zoo"):
         prompt(IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE.replace("typed_mine", "full"))

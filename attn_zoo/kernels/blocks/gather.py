@@ -211,7 +211,8 @@ def attend_backward(
     if piece.dropout is not None:
         is_dropped, scale = piece.dropout.draw(weights), 1.0 / piece.dropout.keep_p
         kept = weights.masked_fill(is_dropped, 0.0)
-    grad_weights = _product(grad, value.mT, scale, scratch.take("grad_weights", weights.shape, grad)).to(weights.dtype)
+    wide_grad, wide_value = (x.to(weights.dtype) for x in (grad, value))
+    grad_weights = _product(wide_grad, wide_value.mT, scale, scratch.take("grad_weights", weights.shape, weights))
     if piece.dropout is not None:
         grad_weights.masked_fill_(is_dropped, 0.0)
     deliver(1, kept.to(grad.dtype).mT, grad, scale)  # values are not read again
