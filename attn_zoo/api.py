@@ -45,9 +45,14 @@ def load(*folders: str | Path | Iterable[str | Path]) -> Run:
     from attn_zoo.folder import read_info
     from attn_zoo.report.sources import read_source
 
-    paths = [
-        Path(path) for entry in folders for path in ([entry] if isinstance(entry, str | PathLike) else list(entry))
+    given = [
+        path
+        for entry in folders
+        for path in ([entry] if isinstance(entry, str) or not isinstance(entry, Iterable) else entry)
     ]
+    if strange := [path for path in given if not isinstance(path, str | PathLike)]:
+        raise ConfigError("load", [("", f"expected results folders; got {strange[0]!r}")])
+    paths = [Path(path) for path in given]
     if not paths:
         raise ConfigError("load", [("", "expected at least one results folder; got none")])
     for path in paths:
@@ -233,7 +238,8 @@ def _measure(
         if status not in STATUSES:
             raise UnknownNameError("status", status, STATUSES, f"there are {', '.join(STATUSES)}")
     _require_kinds(str, "a text", engine=engine, address=address, track=track)
-    _require_kinds((str, PathLike), "a path", out=folder, data_dir=data_dir)
+    _require_kinds((str, PathLike), "a path", out=folder)
+    data_folder(data_dir)
     _require_kinds(int, "a whole number", jobs=jobs)
     if jobs < 1:
         raise ConfigError("--jobs", [("", f"expected 1 or more; got {jobs}")])
@@ -344,7 +350,7 @@ def _require_kinds(kinds: type | tuple[type, ...], words: str, **arguments: obje
 
 
 def _name_of(cls: type) -> str:
-    variant = getattr(cls, "variant", None)
+    variant = vars(cls).get("variant") if isinstance(cls, type) else None  # that of a parent is the parent's
     if variant is None:
         raise ConfigError(
             getattr(cls, "__name__", repr(cls)),
@@ -385,6 +391,7 @@ def _device(name: str, is_remote: bool = False) -> str:
 
 def data_folder(given: str | Path | None, *, must_exist: bool = False) -> Path | None:
     """Return where data are to be looked for first; raise `ConfigError` where that `must_exist` and does not."""
+    _require_kinds((str, PathLike), "a path", data_dir=given)
     if given and must_exist and not Path(given).is_dir():
         raise ConfigError(
             "--data-dir", [("", f"expected a folder, as this or ATTN_ZOO_DATA names it; there is none at {given}")]
@@ -464,7 +471,7 @@ def check(
 
     Args:
         variant: name, or class that was registered.
-        options: of the variant; by default the small sets that its config names.
+        options: of the variant, `{}` for its defaults; without, the small sets that its config names.
         device: `"cpu"` or `"cuda"`.
         only: names of checks; by default all (`attn-zoo list checks`).
         progress: say on the standard error stream which check it is that takes long.
@@ -480,6 +487,7 @@ def check(
     from attn_zoo.console import tell, told_if_slow
     from attn_zoo.registry import variants
 
+    _require_kinds(Mapping, "options by name", options=options)
     name = variant if isinstance(variant, str) else _name_of(variant)
     variants.plain_file(name)  # or what is checked is no more what its file says
     around = told_if_slow if progress else nullcontext
@@ -487,11 +495,11 @@ def check(
     if apart:
         from attn_zoo.matrix.checks_apart import run_checks_apart
 
-        found, printed = run_checks_apart(name, options or None, **settings)
+        found, printed = run_checks_apart(name, options, **settings)
         if printed and progress:
             tell(f"last lines that {name} printed:\n{printed}")
     else:
-        found = run_checks(name, options or None, **settings)
+        found = run_checks(name, options, **settings)
     results = Checks(found)
     results.variant = name
     return results

@@ -252,7 +252,7 @@ def check(
     with console.told_if_slow("loading torch and all variants"):
         variants[name]  # or it is unknown, which is said before anything is checked
     console.tell(f"checking {name}")
-    results = api.check(name, _options(option), device=device, only=only or (), apart=True)
+    results = api.check(name, _options(option) or None, device=device, only=only or (), apart=True)
     if as_json:
         console.print_json([asdict(result) for result in results])
     else:

@@ -231,6 +231,11 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
     # Keys of old records may be made otherwise today, and newer ones are no reason to show nothing.
     scan = scan_cells(folder, is_strict=False, skip=unread)
     problems += [(f"cells/{name}", problem) for name, problem in scan.problems.items()]
+    keys = {name: record.cell.key for name, record in scan.records.items()}
+    # What keeps folders in step writes `KEY (1).json` beside a file: pooled, it would count as a further process.
+    second = {name: key for name, key in keys.items() if key != name and keys.get(key) == key}
+    problems += [(f"cells/{name}.json", f"a second record of the cell of {key}.json") for name, key in second.items()]
+    records = {name: record for name, record in scan.records.items() if name not in second}
     begun = []
     for path in sorted((folder / "parts").glob("[!.]*-*.json")):
         if path.stem.partition("-")[0] in scan.records.keys() | unread:
@@ -241,7 +246,6 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
             problems.append((f"parts/{path.name}", str(error)))
     names = dict.fromkeys(str(matrix["name"]) for matrix in info.matrices if matrix.get("name"))
     today = {name: one.digest for name, one in info.environments.items()}
-    keys = {name: record.cell.key for name, record in scan.records.items()}
     planned = {cell.key for cell in info.planned or ()}
     return Run(
         name=" + ".join(names) or folder.resolve().name,
@@ -252,7 +256,7 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
         },
         claims=claims,
         ceilings=tuple(_renamed(ceilings, today)),
-        records=tuple(_renamed(scan.records.values(), today)),
+        records=tuple(_renamed(records.values(), today)),
         begun=tuple(_renamed(begun, today)),
         planned=None if info.planned is None else len(info.planned),
         left=tuple(cell for cell in info.planned or () if cell.key not in scan.records and cell.key not in unread),

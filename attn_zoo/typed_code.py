@@ -200,7 +200,7 @@ def _sliced(filename: str, root: str) -> str:
     """Return the text of the statements that `root`, a statement of the cell `filename`, needs, and its own.
 
     Raises:
-        ConfigError: `root` is not there (any more), one of them needs a name that none binds, or is for the main module.
+        ConfigError: `root` is not there (any more), or one of them needs a name that none binds, or is of `__main__`.
     """
     statements = _typed(filename)
     same = [index for index, one in enumerate(statements) if one.text == root]

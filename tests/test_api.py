@@ -148,13 +148,34 @@ def test_failures_of_a_gpu_are_not_run_again_without_one(tmp_path):
     assert [record.status for record in store.records()] == ["timeout"]
 
 
-def test_a_class_that_is_not_registered_says_so():
-    class Plain(attn_zoo.AbstractAttention):
+@pytest.mark.parametrize("parent", ["", "linformer"])
+def test_a_class_that_is_not_registered_says_so(parent):
+    """Of a registered parent too, in whose place it must not be measured."""
+    base: Any = variants[parent].attention if parent else attn_zoo.AbstractAttention
+
+    class Plain(base):
         def forward(self, query, key, value, *, key_padding_mask=None):
             return query
 
-    with pytest.raises(ConfigError, match="Plain: expected a registered variant: decorate it with register_attention"):
-        api.plan(matrix(), variants=Plain)
+    for use in (lambda: api.plan(matrix(), variants=Plain), lambda: attn_zoo.check(Plain)):
+        with pytest.raises(
+            ConfigError, match="Plain: expected a registered variant: decorate it with register_attention"
+        ):
+            use()
+
+
+def test_arguments_of_a_wrong_type_are_named(tmp_path):
+    wrong: Any = 4
+    for use in (
+        lambda: attn_zoo.load(wrong),
+        lambda: attn_zoo.load([tmp_path, None]),  # type: ignore[list-item]
+        lambda: api.plan(matrix(), data_dir=wrong),
+        lambda: api.status(tmp_path, data_dir=wrong),
+        lambda: attn_zoo.check("full", wrong),
+        lambda: attn_zoo.check(wrong),
+    ):
+        with pytest.raises(ConfigError, match=r"expected .*(; got (4|None)|: decorate)"):
+            use()
 
 
 def test_a_dict_may_say_in_pythons_words_what_a_file_says():
@@ -379,6 +400,14 @@ def test_options_reach_the_checks():
     with pytest.raises(ConfigError, match="did you mean 'proj_len'"):
         attn_zoo.check("linformer", {"projlen": 8})
     assert attn_zoo.check("linformer", {"proj_len": 8}, only="shape_and_dtype").is_ok
+
+
+@pytest.mark.parametrize("given", [None, {}, {"proj_len": 8}])
+def test_no_options_and_all_defaults_are_two_things(given, monkeypatch):
+    asked = []
+    monkeypatch.setattr("attn_zoo.conformance.run_checks", lambda name, options, **_: asked.append(options) or [])
+    attn_zoo.check("linformer", given)
+    assert asked == [given]
 
 
 # --- imports ---

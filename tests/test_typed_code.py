@@ -145,7 +145,7 @@ def test_what_only_the_main_module_runs_is_not_measured(prompt, tmp_path, guarde
     guard = "if __name__ == '__main__':"
     cells = [f"{guard}\n{mine}"] if guarded == "class" else [f"def main():\n{mine}", f"{guard}\n    main()"]
     prompt("__name__ = '__main__'", IMPORTS, "FACTOR = 1.0", CARD, SCORED, *cells)
-    with pytest.raises(ConfigError, match="stands under `if __name__ == ...`, which no other process runs"):
+    with pytest.raises(ConfigError, match=r"stands under `if __name__ == \.\.\.`, which no other process runs"):
         run(plan_of("typed_mine"), Store(tmp_path / "out"))
 
 

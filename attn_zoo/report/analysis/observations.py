@@ -104,7 +104,7 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
         raise ConfigError("report", [("", "expected at least one results folder; got none")])
     unique = list({path.resolve(): path for path in paths}.values())
     runs = _named_apart(unique, [read_source(path, choose) for path in unique])
-    pairs = [(run, record) for run in runs for record in (*run.records, *run.begun)]
+    pairs, copies = _without_copies((run, record) for run in runs for record in (*run.records, *run.begun))
     known = {record.cell.key for _, record in pairs}
     pairs += [
         (run, Record(cell=cell, status=NOT_RUN, reason=run.stopped))
@@ -133,8 +133,24 @@ def read_results(dirs: Iterable[str | Path] | str | Path, choose: Choose | None 
         repeated = sum(len(where) > 1 for (kind, *_), where in places.items() if kind is is_timing)
         if repeated:
             warnings.append(f"in more than one folder: {counted(repeated, 'cell')}; {becomes}")
+    if copies:
+        warnings.append(f"the same record in more than one folder: {counted(copies, 'cell')}; it counts once")
     left = tuple(one for one in every if one.record.status == NOT_RUN)
     return Results(observations=observations, left=left, runs=runs, warnings=tuple(warnings))
+
+
+def _without_copies(pairs: Iterable[tuple[Run, Record]]) -> tuple[list[tuple[Run, Record]], int]:
+    """Return the pairs with each record once, and how many were left out: a copy is not a further process."""
+    seen: dict[str, list[Record]] = {}
+    kept, copies = [], 0
+    for run, record in pairs:
+        same = seen.setdefault(record.cell.key, [])
+        if record in same:
+            copies += 1
+        else:
+            same.append(record)
+            kept.append((run, record))
+    return kept, copies
 
 
 def _named_apart(paths: Sequence[Path], runs: Sequence[Run]) -> tuple[Run, ...]:

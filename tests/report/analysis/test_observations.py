@@ -1,5 +1,6 @@
 """Reading results folders: the flat table, and what is wrong with a folder or a record said in words."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -141,8 +142,24 @@ def test_the_same_folder_twice_counts_once(run_dir):
 
 
 def test_the_same_cells_in_two_folders_are_pooled_with_a_warning(tmp_path):
-    runs = [write_run(tmp_path / name, [scaling("full", 512)]) for name in "ab"]
+    runs = [write_run(tmp_path / name, [scaling("full", 512, ms)]) for name, ms in (("a", 1.0), ("b", 1.1))]
     assert read_results(runs).warnings == ("in more than one folder: 1 cell; their samples are pooled",)
+
+
+def test_a_copy_of_a_record_is_no_further_process(tmp_path):
+    """Of a folder and its backup, or of files that a program which keeps folders in step wrote a second time."""
+    records = [scaling("full", 512), accuracy("full", 0, 0.4)]
+    run = write_run(tmp_path / "run", records)
+    backup = shutil.copytree(run, tmp_path / "backup")
+    found = read_results([run, backup])
+    assert [one.record for one in found.observations] == [one.record for one in read_results(run).observations]
+    assert found.warnings == ("the same record in more than one folder: 2 cells; it counts once",)
+    for path in list((backup / "cells").glob("*.json")):
+        shutil.copy(path, path.with_name(f"{path.stem} (1).json"))
+    found = read_results(backup)
+    assert len(found.observations) == 2
+    assert len(found.warnings) == 2
+    assert all(" (1).json was skipped: a second record of the cell of " in warning for warning in found.warnings)
 
 
 def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(tmp_path):
