@@ -102,7 +102,8 @@ def test_a_cell_that_waits_for_processes_is_shown_with_those_it_has(tmp_path):
     begun = run / "parts"
     begun.mkdir()
     for number in (1, 2):
-        (begun / f"{records[2].cell.key}-{number}.json").write_text(records[2].to_json(), encoding="utf-8")
+        part = replace(records[2], duration_s=float(number))
+        (begun / f"{records[2].cell.key}-{number}.json").write_text(part.to_json(), encoding="utf-8")
     (begun / f"{records[0].cell.key}-1.json").write_text(records[0].to_json(), encoding="utf-8")  # left by a kill
     analysis = analyse([run])
     assert completeness(analysis) == (
