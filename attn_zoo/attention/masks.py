@@ -103,8 +103,10 @@ def alibi_slopes(num_heads: int, device: torch.device | str = "cpu", dtype: torc
     [0.0625, 0.00390625]
     """
     given = num_heads, torch.device(device), dtype
-    # Making them copies from the host, which is waited for and which no CUDA graph may hold. A compiler ignores caches.
-    return _make_slopes(*given) if torch.compiler.is_compiling() else _kept_slopes(*given)
+    # Making them copies from the host, which is waited for and which no CUDA graph may hold. A compiler ignores caches,
+    # and what a mode makes (fake tensors, for one) is of no use outside it.
+    is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return _make_slopes(*given) if is_traced else _kept_slopes(*given)
 
 
 def _make_slopes(num_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:

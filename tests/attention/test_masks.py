@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from attn_zoo.attention.masks import (
     alibi_bias,
@@ -72,6 +73,12 @@ def test_slopes_are_made_once_and_serve_a_graph_though_they_were_made_without_on
         first = alibi_slopes(5)
     assert alibi_slopes(5) is first
     (first * torch.ones(5, requires_grad=True)).sum().backward()  # an inference tensor could not be saved for it
+
+
+def test_slopes_that_a_mode_made_serve_nobody_else():
+    with FakeTensorMode():
+        assert isinstance(alibi_slopes(7), FakeTensor)
+    assert type(alibi_slopes(7)) is torch.Tensor
 
 
 def test_slopes_are_the_published_ones():

@@ -262,6 +262,23 @@ def test_scores_are_wide_before_they_are_softmaxed():
         torch.testing.assert_close(found.double(), true, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_values_have_in_common_costs_the_gradient_no_digits(dtype):
+    """Of `dO V^T` a row's mean is taken away, which a 16-bit type would have rounded by then."""
+    pattern = drawn_pattern(make_layout(128, num_random_blocks=1, block_size=16), HEADS, (1, 0))
+    query, key, value = (x.to(dtype) for x in make_inputs(pattern))
+
+    def gradients(given: Sequence[Tensor]) -> Sequence[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        output, _ = block_sparse_attention_with_lse(leaves[0], leaves[1], leaves[2], pattern, backend="gather")
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+        return torch.autograd.grad(output, leaves, weights.to(output.dtype))
+
+    given = query, key, value + 8
+    for found, true in zip(gradients(given), gradients([x.double() for x in given]), strict=True):
+        assert float((found.double() - true).norm() / true.norm()) <= torch.finfo(dtype).eps
+
+
 def test_dropout_keeps_the_mean_and_drops_the_right_share():
     pattern = drawn_pattern(make_layout(64, num_random_blocks=1, block_size=8), HEADS, (1, 0))
     query, key, _ = make_inputs(pattern)
