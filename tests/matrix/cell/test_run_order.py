@@ -58,7 +58,7 @@ def test_a_workload_computes_what_the_cell_says():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at it of inputs that are no leaves
 def test_a_variant_that_compiles_for_each_shape_is_never_timed_as_it_is_written():
-    """Beyond eight shapes, which the gate alone may need, torch would go on without the compiler and without a word."""
+    """Beyond its limit, which the gate alone may reach, torch would go on without the compiler and without a word."""
     shapes: list[torch.Size] = []
 
     def backend(graph, examples):
@@ -74,19 +74,19 @@ def test_a_variant_that_compiles_for_each_shape_is_never_timed_as_it_is_written(
             scores = self.product(query, key.mT) * query.shape[-1] ** -0.5
             return self.product(self.weights(scores, self.keep(query, key, mask)), self.hide(value, mask))
 
-    lengths = [16 + step for step in range(12)]
+    lengths = [16 + step for step in range(5)]
     torch.compiler.reset()
     with (
-        torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False),
+        torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=False),
         registered(Broken(cls=Compiles, check="")) as name,
     ):
         for item in tiny_plan([name], seq_len=lengths).cells:
             shapes.clear()
             record = run_cell(item.cell)
             assert record.status == "ok", record.reason
-        assert torch._dynamo.config.recompile_limit > 8
+        assert torch._dynamo.config.recompile_limit > 3
         assert torch._dynamo.config.fail_on_recompile_limit_hit
-        assert any(shape[-2:] == (27, 27) for shape in shapes), "the last length was compiled too"
+        assert any(shape[-2:] == (20, 20) for shape in shapes), "the last length was compiled too"
     torch.compiler.reset()
 
 
