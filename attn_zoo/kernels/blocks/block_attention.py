@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.blocks.call import Backend, BlockCall, choose_path, wide_dtype
 from attn_zoo.kernels.blocks.gather import gather_backward, gather_forward
 from attn_zoo.kernels.blocks.layout import PatternLayout
@@ -255,7 +256,8 @@ def block_sparse_attention(
 
     Raises:
         ValueError: sizes do not fit: of the pattern, keys, values or mask.
-        UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other.
+        UnsupportedError: `backend` names a path that cannot serve the call; it is never replaced by the other. Or
+            `torch.func` transforms the call.
     """
     return _attend(query, key, value, pattern, key_padding_mask, slopes, dropout_p, backend, has_lse=False)[0]
 
@@ -302,6 +304,12 @@ def _attend(
         given = (*_as_numbers(pattern), dropout_p, backend, has_lse, needs_grad, _num_threads())
         compiled: tuple[Tensor, Tensor] = _operator(query, key, value, padding, slopes, seed, *given)
         return compiled
+    if torch._C._are_functorch_transforms_active():
+        reason = (
+            "block-sparse attention reads memory, and its backward is written by hand: torch.func (vmap, grad, jvp) "
+        )
+        reason += "cannot go through; use torch.autograd.grad, or the `reference` of the variant"
+        raise UnsupportedError("torch.func", reason)
     replays = None
     if isinstance(pattern, PatternLayout):
         is_plain = slopes is None and not dropout_p and not has_lse

@@ -336,6 +336,14 @@ def test_a_named_backend_is_never_replaced():
     assert paths == ["block_sparse.gather"]
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused_with_what_to_do(transform: Callable[..., Any]):
+    pattern = drawn_pattern(make_layout(64), HEADS, (1, 0))
+    inputs = [x[None] for x in make_inputs(pattern)]
+    with pytest.raises(UnsupportedError, match=r"torch\.func .* cannot go through; use torch\.autograd\.grad"):
+        transform(lambda *x: engine([each.reshape(BATCH, HEADS, 64, DIM) for each in x], pattern).sum())(*inputs)
+
+
 def test_a_pattern_for_other_sizes_is_refused():
     pattern = drawn_pattern(make_layout(64), HEADS, (1, 0))
     inputs = make_inputs(drawn_pattern(make_layout(65), HEADS, (1, 0)))
