@@ -186,7 +186,7 @@ class Capabilities:
             return "devices", f"device {request.device} is not one of {', '.join(self.devices)}"
         for package in self.requires:
             if not _is_installed(package):
-                return "requires", f"the package {package} is not installed"
+                return "requires", f"the package {package} is not installed, or cannot be imported"
         if request.seq_len is None:
             return None
         if request.seq_len % self.seq_len_multiple != 0:
@@ -326,7 +326,7 @@ class Shape:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except (ModuleNotFoundError, ValueError):  # of a part of something that is not there; of what has no spec
+    except Exception:  # the package of a part is imported, and one that is broken raises anything
         return False
 
 

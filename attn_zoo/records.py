@@ -154,14 +154,18 @@ def _reader(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]
 
 def checksum(data: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that change with any value of plain data."""
-    return hashlib.sha256(_COMPACT.encode(data).encode()).hexdigest()[:16]
+    return _hashed(_COMPACT.encode(data))
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _COMPACT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 class Json:
-    """To and from JSON, strictly: unknown or missing fields and non-finite numbers are refused."""
+    """To and from JSON, strictly: unknown or missing fields, other types and non-finite numbers are refused."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -187,25 +191,37 @@ class Json:
             raise StoreError(f"{type(self).__name__}: only finite numbers can be stored ({error})") from error
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], source: str = "") -> Self:
+    def from_dict(cls, data: Mapping[str, Any], source: str = "", *, is_of_table: bool = False) -> Self:
         """Return the validated object; where `data` also has their `checksum`, it must fit.
+
+        Args:
+            data: fields by name, as JSON has them: arrays stand for tuples, and whole numbers for floats.
+            source: of the data, for messages.
+            is_of_table: numbers may be texts or of numpy, and whole ones floats, as a table has them; no checksum.
 
         Raises:
             StoreError: `data` does not have the fields and types of this class, or was changed.
         """
+        if not isinstance(data, Mapping):
+            raise StoreError(f"{source or cls.__name__}: expected an object with its fields; got {data!r:.60}")
         values = dict(data)
         noted = values.pop("checksum", None)
+        validator = _validator(cls)  # type: ignore[arg-type] # mypy mistakes the class for one of its objects
         try:
-            if noted is not None and noted != checksum(values):
+            if is_of_table:
+                return cast(Self, validator.validate_python(values))
+            # Validated as a text: only of JSON do strict rules take arrays and objects for tuples and dataclasses.
+            text = json.dumps(values) if noted is None else _COMPACT.encode(values)
+            if noted is not None and noted != _hashed(text):
                 raise StoreError(f"{source or cls.__name__}: its checksum does not fit: a value was changed")
-            return _validator(cls).validate_python(values)  # type: ignore[arg-type, no-any-return]
+            return cast(Self, validator.validate_json(text, strict=True))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             path = ".".join(str(part) for part in first["loc"])
             raise StoreError(
                 f"{source or cls.__name__}: {path}: {first['msg']} ({counted(error.error_count(), 'problem')})"
             ) from None
-        except (TypeError, ValueError) as error:  # what JSON cannot hold has no checksum
+        except (TypeError, ValueError, RecursionError) as error:  # what JSON cannot hold
             raise StoreError(f"{source or cls.__name__}: {error}") from None
 
 
@@ -257,7 +273,7 @@ class Timing(Json):
     graph_by_process_ms: tuple[Positive, ...] = ()
     graph_reason: str = ""
     graph_flags: tuple[str, ...] = ()
-    num_discarded: int = 0
+    num_discarded: Count = 0
     flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -851,7 +867,7 @@ class Record(Json):
     duration_s: float = 0.0
     isolation: Literal["cell", "lane", "interleaved"] = "cell"
     bundle: str = ""
-    attempt: int = 1
+    attempt: Size = 1
     exit_code: int | None = None
     kernels: tuple[str, ...] = ()
     is_simulated: bool = False
@@ -868,7 +884,7 @@ class Record(Json):
     clocks_mhz: tuple[float, ...] = ()
     num_params: Count | None = None
     packages: dict[str, str] = field(default_factory=dict)
-    num_jobs: int = 1
+    num_jobs: Size = 1
     timing: Timing | None = None
     memory: Memory | None = None
     score: Score | None = None

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as PydanticField
 
 from attn_zoo.discovery.import_trial import IMPORT_TIMEOUT_S, is_trial
-from attn_zoo.discovery.own_files import own_digest
+from attn_zoo.discovery.own_files import own_digest, own_files
 from attn_zoo.discovery.plain_files import import_file, plain_file_at_work
 from attn_zoo.discovery.providers import LoadFailure, discover, is_offered
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
@@ -282,7 +282,8 @@ class Registry(Generic[_Entry]):
             plain_file: that another process must load first; empty for what discovery finds there too.
             digest: of that file and of what it imports from beside it, as they are now.
         """
-        if not name or not name.replace("_", "a").isalnum() or name != name.lower() or not name.isascii():
+        is_text = isinstance(name, str)  # users are not type-checked
+        if not (is_text and name.replace("_", "a").isalnum() and name == name.lower() and name.isascii()):
             raise ConfigError(
                 provider, [("", f"{self.kind} name must be lower-case letters, digits and '_'; got {name!r}")]
             )
@@ -294,9 +295,8 @@ class Registry(Generic[_Entry]):
         is_anew = (is_typed(plain_file) and is_typed(other)) or (is_same and digest != before)
         if name in self._entries and not is_anew:
             whose = f"another class of {provider}" if is_same else other or self._providers[name]
-            raise ConfigError(
-                provider, [("", f"{self.kind} {name!r} is already registered by {whose}; choose another name")]
-            )
+            how = _who_imports(plain_file, other) or "choose another name"
+            raise ConfigError(provider, [("", f"{self.kind} {name!r} is already registered by {whose}; {how}")])
         self._entries[name] = entry
         self._providers[name] = provider
         if plain_file:
@@ -331,6 +331,8 @@ class Registry(Generic[_Entry]):
 
     def __getitem__(self, name: str) -> _Entry:
         self._load()
+        if not isinstance(name, str):
+            raise ConfigError("", [("", f"expected the name of a {self.kind}, a text; got {name!r}")])
         if name not in self._entries:
             failed = ", ".join(sorted({failure.provider for failure in self.failures}))
             why = f", and why {failed} could not be loaded" if failed else ""
@@ -352,6 +354,14 @@ class Registry(Generic[_Entry]):
     def __len__(self) -> int:
         self._load()
         return len(self._entries)
+
+
+def _who_imports(file: str, other: str) -> str:
+    """Return which of two plain files is enough, as it registers what the other does; empty where neither is."""
+    for outer, inner in ((Path(file), Path(other)), (Path(other), Path(file))):
+        if outer != inner and outer.is_file() and inner in own_files(outer).values():
+            return f"{outer.name} imports {inner.name} and so registers it too: load {outer.name} alone"
+    return ""
 
 
 @contextmanager
@@ -417,8 +427,15 @@ class _Origin:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
-def _origin(owner: type, name: str, frame: FrameType) -> _Origin:
-    """Return where a class comes from that `frame` registers."""
+def _origin(owner: Any, name: str, frame: FrameType) -> _Origin:
+    """Return where a class comes from that `frame` registers.
+
+    Raises:
+        ConfigError: it is no class.
+    """
+    if not isinstance(owner, type):
+        provider = Path(plain_file_at_work()).name
+        raise ConfigError(provider, [("", f"expected a class to be registered as {name!r}; got {owner!r}")])
     is_script = owner.__module__ == "__main__"  # another process must not run all of it
     if not is_script and getattr(sys.modules.get(owner.__module__), "__file__", None):
         source = inspect.getsourcefile(owner) or ""
@@ -496,11 +513,7 @@ def _register(
 ) -> Callable[[_Class], _Class]:
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
-        root = next((ancestor for ancestor in cls.__mro__ if ancestor.__name__ == base), None)
-        if root is None:
-            raise ConfigError(
-                origin.provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")]
-            )
+        root = _root(cls, base, name, origin.provider)
         said = {key: getattr(origin, key) for key in ("provider", "source", "no_source", "digest")}
         variant = describe(cls)(name=name, **said)
         if problems := _wrong_types(variant) or _problems(cls, root, variant.capabilities):
@@ -510,6 +523,22 @@ def _register(
         return cls
 
     return decorate
+
+
+def _root(cls: type, base: str, name: str, provider: str) -> type:
+    """Return the ancestor of this name, which no module here may import: it needs torch, or is of a higher layer."""
+    for ancestor in cls.__mro__:
+        if ancestor.__name__ == base:
+            return ancestor
+    raise ConfigError(provider, [("", f"{cls.__name__} must derive from {base} to be registered as {name!r}")])
+
+
+def _left_out(cls: type, root: type) -> list[tuple[str, str]]:
+    """Return the methods that a class had to bring and has not."""
+    names = sorted(getattr(cls, "__abstractmethods__", ()))
+    return [
+        (cls.__name__, f"expected a method {name}, which {root.__name__} leaves to it; it has none") for name in names
+    ]
 
 
 def _wrong_types(variant: Variant) -> list[tuple[str, str]]:
@@ -542,10 +571,7 @@ def _wrong_types(variant: Variant) -> list[tuple[str, str]]:
 
 def _problems(cls: Any, root: Any, can: Capabilities) -> list[tuple[str, str]]:
     """Return what could never be called: no direction, no method, and methods without a keyword of the contract."""
-    problems = [
-        (cls.__name__, f"expected a method {name}, which {root.__name__} leaves to it; it has none")
-        for name in sorted(cls.__abstractmethods__)
-    ]
+    problems = _left_out(cls, root)
     if not (can.bidirectional or can.causal):
         problems.append(("capabilities", "expected bidirectional or causal, without which nothing can be built"))
     wanted = [("forward", "key_padding_mask", "as every call gives it"), ("reference", "key_padding_mask", "likewise")]
@@ -562,10 +588,16 @@ def _problems(cls: Any, root: Any, can: Capabilities) -> list[tuple[str, str]]:
 
 
 def register_task(name: str) -> Callable[[_Class], _Class]:
-    """Register the decorated task class (see `attn_zoo.tasks.abstract_task`) under `name`."""
+    """Register the decorated `AbstractTask` subclass (see `attn_zoo.tasks.abstract_task`) under `name`.
+
+    Raises:
+        ConfigError: the name is taken, or the class does not derive from `AbstractTask` or lacks a method of it.
+    """
 
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
+        if problems := _left_out(cls, _root(cls, "AbstractTask", name, origin.provider)):
+            raise ConfigError(origin.provider, problems)
         tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest)
         cls.name = name  # type: ignore[attr-defined]
         if origin.plain_file:

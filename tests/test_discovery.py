@@ -41,12 +41,15 @@ class Values(AbstractAttention):
 """
 
 
-# Imports no torch, so that a trial takes less than a second.
+# Imports no torch, so that a trial takes less than a second: of the base only the name is asked for.
 TASK = """
 from attn_zoo.registry import register_task
 
+class AbstractTask:
+    pass
+
 @register_task("{name}")
-class Task:
+class Task(AbstractTask):
     pass
 """
 
@@ -147,6 +150,25 @@ def test_a_module_with_several_entry_points_is_tried_once(site, tmp_path, monkey
     monkeypatch.setattr(providers, "why_not_import", why_not_import)
     assert len(discover("attn_zoo.variants", all_or_nothing)) == 2
     assert tried == ["zoo_plugin_tried"]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_what_a_failing_entry_point_had_imported_is_found_by_the_next(site, tmp_path, monkeypatch, is_loaded):
+    site(zoo_plugin_parts="")
+    entries = tmp_path / "zoo_plugin_parts-1.0.dist-info" / "entry_points.txt"
+    entries.write_text("[attn_zoo.variants]\nfast = zoo_plugin_parts.fast\ngood = zoo_plugin_parts.entry\n")
+    package = tmp_path / "zoo_plugin_parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("")  # hides the module of this name
+    (package / "good.py").write_text(TASK.format(name="plugin_good"))
+    (package / "fast.py").write_text("import zoo_plugin_parts.good, no_such_package")
+    (package / "entry.py").write_text("from zoo_plugin_parts import good")
+    monkeypatch.setattr(providers, "why_not_import", lambda *_: None)
+    if is_loaded:
+        importlib.import_module("zoo_plugin_parts")
+    (failure,) = discover("attn_zoo.variants", all_or_nothing)
+    assert failure.provider == "zoo_plugin_parts (zoo_plugin_parts.fast)"
+    assert "plugin_good" in tasks
 
 
 def test_a_package_that_hangs_does_so_once_for_all_processes(site, monkeypatch):
@@ -493,3 +515,12 @@ def test_what_a_module_beside_a_file_registers_is_known_by_that_file(beside):
     (beside / "zoo_scale.py").write_text("SCALE = 2.0\n")
     load_file(beside / "mine.py", None)
     assert variants["zoo_factored"].digest != digest
+
+
+@pytest.mark.parametrize(("first", "second"), [("mine", "zoo_scale"), ("zoo_scale", "mine")])
+def test_of_two_files_of_which_one_imports_the_other_that_one_is_enough(beside, first, second):
+    (beside / "zoo_scale.py").write_text("SCALE = 1.0\n" + TASK.format(name="zoo_scaled"))
+    load_file(beside / f"{first}.py", None)
+    how = r"mine\.py imports zoo_scale\.py and so registers it too: load mine\.py alone"
+    with pytest.raises(ConfigError, match=f"'zoo_scaled' is already registered by {beside}/{first}.py; {how}"):
+        load_file(beside / f"{second}.py", None)

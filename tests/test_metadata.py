@@ -33,7 +33,11 @@ REFUSALS: list[tuple[dict[str, Any], Request, str]] = [
     ({"positions": ("none",)}, Request(position="alibi"), "position 'alibi' is not one of none"),
     ({"dtypes": ("float32",)}, Request(dtype="float16"), "dtype float16 is not one of float32"),
     ({"devices": ("cuda",)}, Request(device="cpu"), "device cpu is not one of cuda"),
-    ({"requires": ("torch", "no_such_package")}, Request(), "the package no_such_package is not installed"),
+    (
+        {"requires": ("torch", "no_such_package")},
+        Request(),
+        "the package no_such_package is not installed, or cannot be imported",
+    ),
     ({"seq_len_multiple": 64}, Request(seq_len=65), "length 65 is not a multiple of 64"),
     (
         {"variable_seq_len": False},
@@ -128,3 +132,13 @@ def test_a_module_is_built_for_the_keys_of_a_call_at_least():
 def test_a_reason_for_what_is_no_capability_would_never_be_said():
     with pytest.raises(UnknownNameError, match="capability in why 'groupd_query'; did you mean 'grouped_query'"):
         replace(EVERYTHING, why={"groupd_query": "not written yet"})
+
+
+@pytest.mark.parametrize("line", ["raise OSError('libx.so: cannot open')", "import no_such_package", "1 / 0"])
+def test_a_part_of_a_package_that_is_broken_is_refused_as_one_that_is_not_there(tmp_path, monkeypatch, line):
+    (tmp_path / "zoo_broken_package").mkdir()
+    (tmp_path / "zoo_broken_package" / "__init__.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    needing = replace(EVERYTHING, requires=("zoo_broken_package.part",))
+    reason = "the package zoo_broken_package.part is not installed, or cannot be imported"
+    assert needing.why_not(Request()) == reason

@@ -150,12 +150,29 @@ def test_a_cell_that_holds_nan_has_no_key():
         ({"cell": {"kind": "scaling"}}, "cell.variant"),
         ({"flops": "many"}, "flops"),
         ({"kernels": "sdpa"}, "kernels"),
+        ({"duration_s": "2.5"}, "duration_s"),
+        ({"duration_s": True}, "duration_s"),
+        ({"is_simulated": "yes"}, "is_simulated"),
+        ({"cell": {**CELL.to_dict(), "is_causal": "off"}}, "cell.is_causal"),
+        ({"attempt": 0}, "attempt"),
+        ({"num_jobs": -4}, "num_jobs"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_path(change, where):
     with pytest.raises(StoreError, match=f"cells/1.json: {where}: ") as refusal:
         Record.from_dict({**RECORD.to_dict(), **change}, "cells/1.json")
     assert "problem" in str(refusal.value)
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], "x"])
+def test_what_has_no_fields_is_refused(wrong):
+    with pytest.raises(StoreError, match=r"^cells/1\.json: expected an object with its fields; got "):
+        Record.from_dict(wrong, "cells/1.json")
+
+
+def test_json_has_arrays_for_tuples_and_whole_numbers_for_floats():
+    data = {**RECORD.to_dict(), "kernels": ["sdpa"], "duration_s": 2, "clocks_mhz": [1500, 1600.5]}
+    assert Record.from_dict(data) == replace(RECORD, kernels=("sdpa",), duration_s=2.0, clocks_mhz=(1500.0, 1600.5))
 
 
 def test_a_missing_field_is_refused():

@@ -29,6 +29,8 @@ from attn_zoo.registry import (
     tasks,
     variants,
 )
+from attn_zoo.tasks import AbstractTask
+from attn_zoo.tasks.mqar import MultiQueryRecall
 from tests.conftest import keep_only
 
 CARD: dict[str, Any] = {
@@ -67,11 +69,18 @@ def new_registry(failures=()):
 # --- names ---
 
 
-@pytest.mark.parametrize("name", ["", "Full", "two words", "a-b", "größe", "a.b", "a/b"])
+@pytest.mark.parametrize("name", ["", "Full", "two words", "a-b", "größe", "a.b", "a/b", 7, None])
 def test_bad_names_are_refused(name):
     registry, _ = new_registry()
     with pytest.raises(ConfigError, match="lower-case letters, digits and '_'"):
         registry.add(name, object(), "me")
+
+
+@pytest.mark.parametrize("name", [None, 7, ["full"]])
+def test_what_is_no_text_names_nothing(name):
+    registry, _ = new_registry()
+    with pytest.raises(ConfigError, match=r"^expected the name of a thing, a text; got "):
+        _ = registry[name]
 
 
 def test_a_taken_name_names_both_providers():
@@ -337,11 +346,31 @@ def test_a_taken_variant_name_is_refused():
 
 def test_tasks_have_a_registry_of_their_own():
     @register_task("a_task_for_this_test")
-    class Task:
+    class Task(MultiQueryRecall):  # type: ignore[misc]
         pass
 
     assert tasks["a_task_for_this_test"] is Task
     assert "a_task_for_this_test" not in variants
+
+
+def test_what_is_no_whole_task_is_refused():
+    class Nothing:
+        pass
+
+    class Half(AbstractTask):
+        spec = None  # type: ignore[assignment]
+
+    wrong: Any
+    for wrong, message in (
+        (Nothing, "Nothing must derive from AbstractTask to be registered as 'wrong'"),
+        (Half, r"(?s)Half: expected a method floors, which AbstractTask leaves to it; .* split, which"),
+        (len, "expected a class to be registered as 'wrong'; got <built-in function len>"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            register_task("wrong")(wrong)
+    with pytest.raises(ConfigError, match="expected a class to be registered as 'wrong'; got <built-in function len>"):
+        register_attention("wrong", **CARD)(wrong)
+    assert "wrong" not in tasks
 
 
 # --- configs ---

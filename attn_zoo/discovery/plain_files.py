@@ -14,7 +14,7 @@ from typing import Any
 
 from attn_zoo.discovery.import_trial import IMPORT_TIMEOUT_S, reason_of, why_not_import
 from attn_zoo.discovery.own_files import own_digest, own_files
-from attn_zoo.discovery.providers import Guard
+from attn_zoo.discovery.providers import Guard, forget_modules
 from attn_zoo.errors import ConfigError
 
 
@@ -119,8 +119,7 @@ def _forget(places: Iterable[str], kept: Collection[str] = ()) -> None:
     """Let the next import of modules beside plain files read their files anew."""
     for name in places:
         _beside.places.pop(name, None)
-        if name not in kept:
-            sys.modules.pop(name, None)
+    forget_modules(set(places) - set(kept))
 
 
 def _where(error: BaseException, path: Path) -> str:

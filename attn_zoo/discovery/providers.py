@@ -13,7 +13,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions, entry_points
@@ -50,6 +50,14 @@ def _guarded(provider: str, load: Callable[[], object], guard: Guard) -> list[Lo
     return []
 
 
+def forget_modules(names: Iterable[str]) -> None:
+    """Let the next import of these modules run them anew."""
+    for name in names:
+        package, _, attribute = name.rpartition(".")
+        if sys.modules.pop(name, None) is not None and package in sys.modules:
+            vars(sys.modules[package]).pop(attribute, None)  # `from package import module` would find it there
+
+
 def tried_imports() -> dict[str, str]:
     """Return variables for the environment of child processes that ask for the variants too."""
     tried = {**json.loads(os.environ.get(_TRIED, "{}")), **_tried}
@@ -65,7 +73,12 @@ def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list
     _tried[module] = found or ""
     if _tried[module]:
         return [LoadFailure(provider=provider, reason=_tried[module])]
-    return _guarded(provider, entry.load, guard)
+    before = set(sys.modules)
+    failures = _guarded(provider, entry.load, guard)
+    if failures:  # what its other modules had registered is forgotten, and the next entry point may name one of them
+        package = module.partition(".")[0]
+        forget_modules(name for name in set(sys.modules) - before if name.partition(".")[0] == package)
+    return failures
 
 
 def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailure]:

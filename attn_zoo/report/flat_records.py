@@ -97,7 +97,7 @@ def record_of(row: Mapping[str, Any], source: str) -> Record:
             data[part.__name__.lower()] = parts[part]
     if parts[Memory]:
         data["memory"] = parts[Memory]
-    return Record.from_dict(data, source)
+    return Record.from_dict(data, source, is_of_table=True)
 
 
 def _restored(value: Any, kind: Kind) -> Any:
