@@ -72,6 +72,9 @@ def main() -> None:
     atexit.register(gc.freeze)  # looking for garbage in all of torch before the end takes a quarter of a second
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell wants it to be ignored
         signal.signal(signal.SIGINT, _interrupt)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`: what is said goes nowhere, exit codes stay
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that knows Latin-1 only

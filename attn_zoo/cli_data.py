@@ -158,9 +158,10 @@ def _hints(levels: list[dict[str, Any]]) -> list[str]:
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
-    """Return lines of at most 79 characters, without breaking words."""
+    """Return lines of at most 79 characters, or what the terminal has, without breaking words."""
+    width = min(79, console.out.width)
     return textwrap.wrap(
-        text, 79, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -171,7 +172,8 @@ def list_command(data_dir: HereDataDir = None, as_json: AsJson = False) -> None:
     if as_json:
         console.print_json(levels)
         return
-    console.print_table("", ("task", "level", "kind", "train/val/test", "data"), table_rows(levels))
+    columns = ("task", "level", "kind", "train/val/test", "data")
+    console.print_table("", columns, table_rows(levels), least=("kind", "train/val/test"))
     for line in _hints(levels):
         console.say(line)
 

@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic_core import to_json, to_jsonable_python
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -44,8 +44,17 @@ if os.environ.get("COLUMNS") == "0":  # of a terminal that does not know its wid
     del os.environ["COLUMNS"]
 
 
+_PIPE_WIDTH = 200
+"""Nothing limits lines that no terminal shows; longer ones are hard to read in an editor."""
+
+
 class _Console(Console):
     """Prints no control characters but its own."""
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def size(self) -> ConsoleDimensions:
+        is_free = self._width is None and not self.is_terminal  # COLUMNS sets the width
+        return ConsoleDimensions(_PIPE_WIDTH, super().size.height) if is_free else super().size
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
@@ -87,7 +96,8 @@ def print_json(data: Any) -> None:
     print(json.dumps(plain, indent=1, sort_keys=True, allow_nan=False))  # noqa: T201
 
 
-_SHORT = 12  # columns that are no wider keep their width: it is the long ones that are cut where room is short
+_LEAST = 20
+"""Text is wrapped, or cut, to no less: in narrower columns it is one word per line."""
 
 
 def print_table(
@@ -96,34 +106,46 @@ def print_table(
     rows: Sequence[Sequence[object]],
     right: Sequence[str] = (),
     *,
+    least: Sequence[str] = (),
     is_cut: bool = False,
 ) -> None:
     """Print rows under a title; columns named in `right` are numbers.
 
-    The last column takes what room is left: in several lines, or in one that is cut to it, where `is_cut`.
+    The last column takes what room is left: in several lines, or in one that is cut to it, where `is_cut`. The others
+    are shown whole: where there is no room, columns are left out, of which a sentence tells, those in `least` first,
+    then from the right. Two are kept in any case.
     """
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        show_header=any(columns),
-    )
+    last = len(columns) - 1
     widths = [max(len(str(text)) for text in texts) for texts in zip(columns, *rows, strict=True)]
-    for index, (column, width) in enumerate(zip(columns, widths, strict=True)):
-        is_last = index == len(columns) - 1
+    needed = [min(width, _LEAST) if index == last else width for index, width in enumerate(widths)]
+    leaving = [*map(columns.index, least), *(index for index in range(last, 0, -1) if columns[index] not in least)]
+    kept = list(range(len(columns)))
+    while len(kept) > 2 and _total(needed, kept) > out.width:
+        kept.remove(leaving.pop(0))
+    is_narrow = _total(needed, kept) > out.width  # then all are broken into lines, and none is cut
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns))
+    for index in kept:
+        is_text = index == last
         table.add_column(
-            column,
-            justify="right" if column in right else "left",
-            no_wrap=is_cut or not is_last,
-            overflow="fold" if is_last and not is_cut else "ellipsis",
-            min_width=width if width <= _SHORT else None,
-            max_width=max(out.width - sum(widths[:-1]) - 2 * index, _SHORT) if is_last and is_cut else None,
+            columns[index],
+            justify="right" if columns[index] in right else "left",
+            no_wrap=is_cut and is_text,
+            overflow="ellipsis" if is_cut and is_text else "fold",
+            min_width=None if is_narrow or is_text else widths[index],
+            max_width=max(out.width - _total(widths, kept[:-1]) - 2, _LEAST) if is_cut and is_text else None,
         )
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+        table.add_row(*(escape(str(row[index])) for index in kept))
     if title:  # a table breaks its own to its width
         out.print(title, style="italic", markup=False, highlight=False)
     out.print(table)
+    if hidden := [column for index, column in enumerate(columns) if index not in kept]:
+        out.print(f"Columns left out here, for a wider terminal: {', '.join(hidden)}.", style="dim", markup=False)
+
+
+def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
+    """Return how wide a table of some columns is, with two spaces between them."""
+    return sum(widths[index] + 2 for index in kept) - 2
 
 
 def _mark(answer: bool | str) -> str:

@@ -106,7 +106,8 @@ def new_variant(name: str, folder: Path) -> Path:
         able = re.sub(r"\W+", "_", name.casefold(), flags=re.ASCII).strip("_")
         hint = f"; did you mean {able!r}?" if able.isidentifier() and not keyword.iskeyword(able) else ""
         rule = "lower-case letters, digits and '_', beginning with a letter"
-        raise ConfigError("new", [("", f"expected a name of {rule}; got {name!r}{hint}")])
+        why = ", a keyword of Python" if keyword.iskeyword(name) else ""
+        raise ConfigError("new", [("", f"expected a name of {rule}; got {name!r}{why}{hint}")])
     if name in variants:
         raise ConfigError("new", [("", f"variant {name!r} is already registered by {variants[name].provider}")])
     if name in sys.stdlib_module_names or PathFinder.find_spec(name, [sysconfig.get_path("purelib")]):

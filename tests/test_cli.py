@@ -36,7 +36,13 @@ from tests.test_discovery import VARIANT
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def test_each_variant_is_listed_in_one_line_with_its_whole_name(call):
+def in_a_terminal(monkeypatch, width: int | None) -> None:
+    """Print from now on as in a terminal of this width; None is none."""
+    monkeypatch.setattr(console.out, "_width", width)
+
+
+def test_each_variant_is_listed_in_one_line_with_its_whole_name(call, monkeypatch):
+    in_a_terminal(monkeypatch, 80)
     answer = call("list")
     assert answer.code == 0
     head, *lines, last = answer.out.splitlines()
@@ -95,7 +101,37 @@ def test_the_fields_of_a_protocol_that_may_be_overridden_are_in_its_json(call):
     assert {"base_lr", "pretrain_steps", "compile"} < set(rows["lra-small"])
 
 
-def test_lists_fit_eighty_columns(call):
+@pytest.mark.parametrize(
+    ("width", "hidden"), [(100, ""), (60, "why"), (40, "outcome, why")], ids=["wide", "narrow", "narrower"]
+)
+def test_where_a_table_has_no_room_columns_are_left_out_and_named(capsys, monkeypatch, width, hidden):
+    in_a_terminal(monkeypatch, width)
+    columns = ("check", "seconds", "outcome", "why")
+    console.print_table("", columns, [("c" * 22, "1", "o" * 14, "words " * 9)], right=("seconds",))
+    out = capsys.readouterr().out
+    assert out.partition("\n")[0].split() == [column for column in columns if column not in hidden]
+    assert "c" * 22 in out, "a name is never cut"
+    told = f"Columns left out here, for a wider terminal: {hidden}."
+    assert (told in " ".join(out.split())) == bool(hidden)
+
+
+def test_the_least_column_goes_first_and_two_are_kept(capsys, monkeypatch):
+    in_a_terminal(monkeypatch, 30)
+    console.print_table("", ("task", "kind", "data"), [("t" * 20, "k" * 8, "here")], least=("kind",))
+    out = capsys.readouterr().out
+    assert re.search("^t{20}  here", out, re.MULTILINE)
+    console.print_table("", ("cell", "time"), [("c" * 40, "5 s")])
+    assert capsys.readouterr().out.count("c") == 1 + 40, "broken, not cut"
+
+
+def test_nothing_limits_a_pipe(capsys, monkeypatch):
+    in_a_terminal(monkeypatch, None)
+    console.print_table("", ("variant", "what it is"), [("full", "w" * 150)], is_cut=True)
+    assert "w" * 150 in capsys.readouterr().out
+
+
+def test_lists_fit_eighty_columns(call, monkeypatch):
+    in_a_terminal(monkeypatch, 80)
     kinds = [["list", what] for what in ("variants", "tasks", "matrices", "protocols", "checks")]
     for arguments in (*kinds, ["show", "linformer"], ["show", "bigbird"]):
         assert max(len(line) for line in call(*arguments).out.splitlines() if "http" not in line) <= 80, arguments
@@ -298,6 +334,7 @@ def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):
         (["matrix", "../up"], "expected a name of letters"),
         (["matrix", "mine", "--like", "quik"], "did you mean 'quick'"),
         (["mine", "matrix"], "expected one name"),
+        (["class"], "got 'class', a keyword of Python"),
         (["mine", "--like", "quick"], "--like: it is for matrices: new matrix NAME --like quick"),
     ],
 )
@@ -486,6 +523,17 @@ def test_a_terminal_that_does_not_know_its_width_is_served():
     line = [sys.executable, "-m", "attn_zoo", "list", "matrices"]
     done = subprocess.run(line, env={**os.environ, "COLUMNS": "0"}, capture_output=True, text=True, check=False)
     assert (done.returncode, "scaling-cpu" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(("closed", "what", "code"), [("stdout", "matrices", 0), ("stderr", "nosuch", 2)])
+def test_a_closed_stream_changes_no_exit_code(monkeypatch, closed, what, code):
+    monkeypatch.setattr(sys, closed, None)  # what Python makes of `>&-`
+    monkeypatch.setattr(sys, "argv", ["attn-zoo", "list", what])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    getattr(sys, closed).close()
+    assert stop.value.code == code
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -692,8 +740,9 @@ def test_one_is_said_in_the_singular(capsys):
     assert "status cells" not in said, "no table without rows"
 
 
-def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path):
+def test_the_status_of_a_folder_says_what_is_not_known(call, tmp_path, monkeypatch):
     """One of variants that are not registered here; then as it was before folders said what was planned."""
+    in_a_terminal(monkeypatch, 80)
     folder = Path(MEASURED)
     older = shutil.copytree(folder, tmp_path / "older")
     run = json.loads((folder / "run.json").read_text())

@@ -130,6 +130,11 @@ def test_files_and_pictures_that_the_documents_name_exist():
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_all_places_say_alike_how_long_accuracy_on_a_cpu_takes():
+    for name in ("docs/accuracy.md", "docs/matrix.md", "benchmarks/accuracy-cpu.toml"):
+        assert "four hours" in (ROOT / name).read_text(encoding="utf-8"), name
+
+
 def test_make_targets_that_the_documents_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in WRITTEN:

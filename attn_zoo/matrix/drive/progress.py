@@ -34,10 +34,8 @@ def describe(record: Record) -> str:
         return f"{record.status}: {' '.join(record.reason.split())}"
     if record.timing is not None:
         timing = record.timing
-        text = f"{timing.median_ms:.4g} ms ({timing.q1_ms:.4g} to {timing.q3_ms:.4g})"
-        if len(timing.process_sizes) > 1:
-            interval = f"{timing.low_ms:.4g} to {timing.high_ms:.4g}"
-            text = f"{timing.median_ms:.4g} ms ({interval} by {len(timing.process_sizes)} processes)"
+        by = f" by {len(timing.process_sizes)} processes" if len(timing.process_sizes) > 1 else ""
+        text = f"{timing.median_ms:.4g} ms (95 %: {timing.low_ms:.4g} to {timing.high_ms:.4g}{by})"
         peak = record.memory.peak_bytes if record.memory else None
         text += f", peak {peak / 2**20:.4g} MiB" if peak is not None else ""
         doubts = ", ".join(flag.replace("_", " ") for flag in timing.flags)

@@ -126,8 +126,8 @@ class Accuracy(AbstractKind):
                 task = tasks[name]
             except UnknownNameError as error:
                 problems.append((path, str(error)))
-                own = _protocol_problems({}, group, where)  # the rest may be right under the task's settings
-                problems += [problem for problem in own if problem[0] == f"{where}.protocol"]
+                own = _protocol_problems({}, group, where)  # values may be right under the task's settings, names not
+                problems += [problem for problem in own if problem[1].startswith("unknown ")]
                 continue
             problems += _level_problems(task, levels, group.get("is_causal"), where)
             problems += _protocol_problems(task.settings, group, where)
@@ -324,8 +324,12 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
     twice = sorted(set(overrides) & set(grid))
     problems = [(f"{where}.grid.{name}", "is in overrides too; a field is either set or tried") for name in twice]
     known = [item.name for item in fields(Protocol)]
-    unknown = sorted(set(grid) - set(known))
-    problems += [(f"{where}.grid.{name}", f"unknown field of a protocol{suggestion(name, known)}") for name in unknown]
+    for path, given in (("overrides", overrides), ("grid", grid)):
+        for name in given:
+            if isinstance(name, str) and name not in known:
+                text = f"unknown field of a protocol{suggestion(name, known)}  (attn-zoo list protocols --json has all)"
+                problems.append((f"{where}.{path}.{name}", text))
+    overrides = {name: value for name, value in overrides.items() if name in known}  # then the others are checked too
     axes = {name: as_axis(grid[name]) for name in known if name in grid and name not in twice and grid[name] != []}
     count = math.prod(len(values) for values in axes.values())
     if count > MAX_TRIALS:

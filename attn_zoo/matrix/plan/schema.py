@@ -95,7 +95,7 @@ def load_matrix(path: Path | str, *, allow_cells: int = MAX_CELLS) -> Matrix:
     except OSError as error:
         raise ConfigError(str(path), [("", f"cannot be read: {error.strerror}")]) from None
     try:
-        data = tomllib.loads(content.decode("utf-8"))
+        data = tomllib.loads(content.decode("utf-8").removeprefix("\ufeff"))  # Notepad's byte-order mark
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(source, [("", f"expected UTF-8 text; byte {error.start} (line {line}) is not")]) from None
@@ -197,12 +197,19 @@ def _name_problems(data: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def _once(label: str) -> str:
+    return f"expected each variant once; {label!r} is in this group already"
+
+
 def _entry_problems(entries: Any, shared: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    for index, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+    entries = entries if isinstance(entries, list) else [entries]
+    for index, entry in enumerate(entries):
         name = entry.get("name") if isinstance(entry, dict) else entry
         path = f"{where}.variants[{index}]"
         if not isinstance(name, str):
             continue
+        if entry in entries[:index]:  # here too, where something else is wrong
+            yield path, _once((isinstance(entry, dict) and entry.get("label")) or name)
         if name not in variants:
             yield from _option_problems(name, {}, path)
         elif isinstance(entry, dict) and isinstance(entry.get("options"), dict):
@@ -249,8 +256,7 @@ def _whole_problems(matrix: Matrix, allow_cells: int) -> list[Problem]:
                 text = f"label {label!r} already means {meaning[label][0]} with other options; give this one a label"
                 problems.append((f"{where}.variants[{position}]", text))
             elif label in labels:
-                text = f"expected each variant once; {label!r} is in this group already"
-                problems.append((f"{where}.variants[{position}]", text))
+                problems.append((f"{where}.variants[{position}]", _once(label)))
             labels.add(label)
     return problems
 

@@ -369,7 +369,7 @@ class TestProgress:
             tokens_per_s=1.0,
         )
         return item, [
-            replace(base, timing=timing(16), memory=Memory(peak_bytes=2**20)),
+            replace(base, timing=replace(timing(16), low_ms=4.0, high_ms=64.0), memory=Memory(peak_bytes=2**20)),
             replace(base, score=score),
             replace(base, status="error", reason="\x1b[31mred\nalert"),
         ]
@@ -387,7 +387,8 @@ class TestProgress:
         progress.end()
         lines = stream.getvalue().splitlines()
         assert lines[0] == "3 cells"
-        assert lines[1] == "[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  16 ms (16 to 16), peak 1 MiB  [1 min 01 s]"
+        what = "16 ms (95 %: 4 to 64), peak 1 MiB"
+        assert lines[1] == f"[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  {what}  [1 min 01 s]"
         assert "accuracy 0.500 (chance: 0.100)" in lines[2]
         assert "error: ?[31mred" in lines[3], "control characters of foreign text are not shown"
         assert "\x1b" not in stream.getvalue()

@@ -191,7 +191,7 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
             "accuracy[0].grid: expected at most 256 combinations; got 361",
         ),
         ({"grid": {"pretrain": ["", "masked"]}}, "accuracy[0].grid: pretrain_steps: expected more than 0"),
-        ({"overrides": {"num_head": 8}}, "accuracy[0].overrides: unknown option 'num_head'; did you mean 'num_heads'?"),
+        ({"overrides": {"num_head": 8}}, "accuracy[0].overrides.num_head: unknown field of a protocol; did you mean"),
         ({"overrides": {"num_heads": 7}}, "accuracy[0].overrides.embed_dim: expected a multiple of num_heads=7"),
         ({"grid": {"num_heads": [2, 7]}}, "accuracy[0].grid: embed_dim: expected a multiple of num_heads=7"),
         (
@@ -212,6 +212,8 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
             {"task": ["fake_task", "fake_tsk"]},
             "accuracy[0].task[1]: unknown task 'fake_tsk'; did you mean 'fake_task'?",
         ),
+        ({"task": "fake_tsk", "overrides": {"num_head": 8}}, "accuracy[0].overrides.num_head: unknown field"),
+        ({"protocol": "cpu", "overrides": {"num_head": 8}}, "accuracy[0].overrides.num_head: unknown field"),
         ({"task": ["fake_task", "fake_task"]}, "accuracy[0].task: expected each value once"),
         ({"task": 3}, "accuracy[0].task[0]: expected a string; got 3"),
         ({"task": []}, "accuracy[0].task: expected at least one value; got none"),

@@ -79,7 +79,7 @@ def trained_model(weights: Path, level: str = "plain") -> Any:
         ({"adapt_steps": -1}, "replacement[0].adapt_steps[0]: "),
         ({"keep_weights": True}, "replacement[0].keep_weights: unknown key"),
         ({"grid": {"base_lr": [0.1]}}, "replacement[0].grid: unknown key"),
-        ({"overrides": {"num_step": 3}}, "replacement[0].overrides: unknown option 'num_step'"),
+        ({"overrides": {"num_step": 3}}, "replacement[0].overrides.num_step: unknown field of a protocol"),
         ({"task": "toyy"}, "replacement[0].task: unknown task 'toyy'"),
     ],
     ids=["of", "several", "adapt_steps", "weights", "grid", "overrides", "task"],

@@ -164,7 +164,15 @@ def test_accuracy_groups_are_checked(tmp_path):
     assert "accuracy[0].protocol: unknown protocol 'cpu-smal'; did you mean 'cpu-small'?" in message
     assert "accuracy[0].seq_len: unknown key" in message
     text = 'name="a"\n[[accuracy]]\nvariants=["full"]\ntask="listops"\n[accuracy.overrides]\nnum_step=3'
-    assert "accuracy[0].overrides: unknown option 'num_step'; did you mean 'num_steps'?" in problems_of(text, tmp_path)
+    message = problems_of(text, tmp_path)
+    assert "accuracy[0].overrides.num_step: unknown field of a protocol; did you mean 'num_steps'?" in message
+
+
+def test_a_variant_that_occurs_twice_is_told_beside_other_mistakes():
+    group = {"variants": ["full", "full", {"name": "full", "label": "f"}], "seq_len": [64, 64]}
+    with pytest.raises(ConfigError) as raised:
+        parse_matrix({"name": "a", "scaling": [group]}, "a.toml")
+    assert [path for path, _ in raised.value.problems] == ["scaling[0].seq_len", "scaling[0].variants[1]"]
 
 
 def test_repeats_are_for_every_isolation(tmp_path):
@@ -218,6 +226,8 @@ def test_files_that_are_no_matrix(tmp_path):
     (tmp_path / "quick.toml").write_text(GOOD)
     with pytest.raises(ConfigError, match=r"did you mean 'quick\.toml'"):
         load_matrix(tmp_path / "quik.toml")
+    (tmp_path / "marked.toml").write_text(GOOD, encoding="utf-8-sig")  # as Notepad does
+    assert load_matrix(tmp_path / "marked.toml").name == "quick"
     bad = tmp_path / "bad.toml"
     bad.write_bytes(b"name = 'a'\nx = '\xff'\n")
     with pytest.raises(ConfigError, match=r"expected UTF-8 text; byte 16 \(line 2\)"):
