@@ -36,6 +36,11 @@ class Metric:
         """Return the end of an interval, not beyond what a score can be: a t-interval of few seeds knows no bounds."""
         return None if value is None else min(max(value, self.bounds[0]), self.bounds[1])
 
+    def cut(self, low: float, high: float) -> tuple[float, float]:
+        """Return the ends of an interval, neither beyond what a score can be."""
+        least, most = self.bounds
+        return max(low, least), min(high, most)
+
     @property
     def words(self) -> str:
         """Return the name for people."""

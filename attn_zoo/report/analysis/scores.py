@@ -73,6 +73,7 @@ class LabelScore:
         mean: on test, or None where no run finished.
         low: lower end of the 95 % t-interval of the mean; None below two seeds.
         high: upper end.
+        ends: of what figures draw: that interval, or of one seed the one from the size of the test set alone.
         size_error: standard error that comes from the size of the test set alone, or None.
         standing: beside chance and floors.
         difference: to the baseline with the same start, or None.
@@ -89,6 +90,7 @@ class LabelScore:
     mean: float | None
     low: float | None
     high: float | None
+    ends: tuple[float, float] | None
     size_error: float | None
     standing: Standing | None
     difference: Difference | None
@@ -334,6 +336,9 @@ def _label_score(
     mean, low, high = mean_with_interval([score.value for score in scores])
     num_settling = max((score.num_settling for score in scores), default=None)
     error = None if mean is None else size_error(mean, num_settling, metric)
+    ends = None if low is None or high is None else (low, high)
+    if ends is None and mean is not None and error is not None:
+        ends = (mean - TWO_SIDED * error, mean + TWO_SIDED * error)
     params, other_params = (
         max((run.score.num_params for run in own.runs if run.score), default=0) if own else 0
         for own in (trial, baseline)
@@ -348,6 +353,7 @@ def _label_score(
         mean=mean,
         low=metric.inside(low),
         high=metric.inside(high),
+        ends=ends and metric.cut(*ends),
         size_error=error,
         standing=None if mean is None else judge(mean, low, high, num_settling, marks, metric),
         difference=pair(trial.runs, baseline.runs) if baseline and baseline is not trial else None,

@@ -13,6 +13,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.scores import LabelScore
 from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
 from attn_zoo.report.figures.svg import NO_TAG, Tag
 from attn_zoo.report.units import human_length
@@ -151,6 +152,17 @@ def draw_intervals(
         if places:
             across, along = zip(*places, strict=True)
             tag.put_on(*axes.plot(*((along, across) if is_flat else (across, along)), **look))
+
+
+def bar_words(scores: Iterable[LabelScore], metric: Metric, several: str) -> str:
+    """Say what the bars of scores are, `several` of those over seeds; nothing where there are none."""
+    scored = [score for score in scores if score.ends]
+    said = [several] if any(len(score.values) > 1 for score in scored) else []
+    if any(len(score.values) == 1 for score in scored):
+        said.append("one seed: 95 % interval from the size of the test set alone")
+    if any(low < high and {low, high} & {*metric.bounds} for low, high in filter(None, (one.ends for one in scored))):
+        said.append("arrow: an interval cut where scores end")
+    return "; ".join(said)
 
 
 def draw_mark(axes: Axes, value: float) -> None:

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.scores import AccuracyGroup
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import draw_intervals, draw_mark, log_axis, score_axis
+from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, log_axis, score_axis
 from attn_zoo.report.figures.labels import PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
@@ -50,22 +50,17 @@ def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
     """
     if group.is_shared:
         return None
-    bubbles = [
-        _Bubble(
-            score.name,
-            looks[score.label],
-            score.costs["tokens_per_s"],
-            score.mean,
-            None if score.low is None or score.high is None else (score.low, score.high),
-            score.costs["train_peak_bytes"],
-            not score.start,
-        )
-        for score in group.ranked
-        if score.mean is not None and score.costs["tokens_per_s"]
-    ]
+    shown, bubbles = list[LabelScore](), list[_Bubble]()
+    for score in group.ranked:
+        speed, peak = score.costs["tokens_per_s"], score.costs["train_peak_bytes"]
+        if score.mean is not None and speed:
+            shown.append(score)
+            look = looks[score.label]
+            bubbles.append(_Bubble(score.name, look, speed, score.mean, score.ends, peak, not score.start))
     best = [group.best_mark] if group.best_mark else []  # the other floors are in the figure of the scores
     marks = dict(best) | ({} if group.chance is None else {"chance": group.chance})
-    said = [group.how]
+    bars = bar_words(shown, group.metric, "bars: 95 % t-interval of the mean over seeds")
+    said = [group.how, *([bars] if bars else [])]
     if group.num_machines > 1:
         said.append(f"runs on {group.num_machines} machines")
     if any(score.start for score in group.scores):

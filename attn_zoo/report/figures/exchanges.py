@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_zoo.records import AS_TRAINED, EQUAL_WEIGHTS
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.figures.axes import draw_intervals, draw_mark, score_axis, value_axis
+from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, score_axis, value_axis
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MUTED, Looks, plain
@@ -35,7 +35,8 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     control = max(fmean(each.mean_error for each in every), LEAST)
     lines = {f"with {group.setting.replaces}": trained, **dict([group.best_mark] if group.best_mark else [])}
     said = "; ".join(f"{name.replace('_', ' ')} {metric.show(value)}" for name, value in lines.items())
-    note = f"{group.how}\nmean over seeds with its 95 % t-interval; level lines: {said}"
+    bars = bar_words(found, metric, "mean over seeds with its 95 % t-interval")
+    note = f"{group.how}\n{f'{bars}; ' if bars else ''}level lines: {said}"
     points, values, errors = [], [*lines.values(), equal], [control]
     for score in found:
         error, low, high = head_error(score)
@@ -44,7 +45,7 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         points.append(
             (score, max(error, LEAST), across, f"{score.name}: {metric.show(score.mean)} at {error_text(error)}")
         )
-        values += [end for end in (score.mean, score.low, score.high) if end is not None]
+        values += [score.mean, *(score.ends or ())]
         errors += [max(error, LEAST), *(across or ())]
     if any(error == LEAST for error in errors):
         note += f"; at the left edge: {error_text(LEAST)} and less"
@@ -66,9 +67,9 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
         look, tag = looks[score.label], Tag(of=score.name)
         style: dict[str, Any] = {"color": look.colour, "lw": 1.0, "alpha": 0.6, "zorder": 2}
         assert score.mean is not None
-        if score.low is not None and score.high is not None:
-            taken.append(line_box(axes, (error, score.low), (error, score.high)))
-            draw_intervals(axes, [(error, (score.low, score.high))], metric.bounds, tag=tag, **style)
+        if score.ends is not None:
+            taken.append(line_box(axes, *((error, end) for end in score.ends)))
+            draw_intervals(axes, [(error, score.ends)], metric.bounds, tag=tag, **style)
         if across is not None:
             taken.append(line_box(axes, *((end, score.mean) for end in across)))
             draw_intervals(axes, [(score.mean, across)], (LEAST / 2, math.inf), is_flat=True, tag=tag, **style)

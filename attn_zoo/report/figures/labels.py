@@ -201,8 +201,8 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
         width, height = text_size(name.name, POINT_NAME_SIZE, "bold")
         box = _place((x, y), radius, (figure.dpi * width + 3, figure.dpi * height), words, marks, frame)
         words.append(box)
-        near = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
-        if math.dist(near, (x, y)) > radius + 9:
+        near = _nearest((x, y), box)
+        if math.dist(near, (x, y)) > radius + _JOINED:
             ends = axes.transData.inverted().transform([near, (x, y)])
             line = axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
             Tag(of=name.of).put_on(*line)
@@ -214,11 +214,18 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
         Tag(of=name.of, is_key=bool(name.of)).put_on(text)
 
 
+def _nearest(point: tuple[float, float], box: Box) -> tuple[float, float]:
+    """Return the point of a box that is nearest to this one."""
+    return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
+
+
 def _middle(box: Box) -> tuple[float, float]:
     return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
 
 _ANGLES = [math.radians(angle) for angle in (0, 90, 180, 270, 45, 135, 315, 225, 20, 340, 160, 200, 65, 115, 245, 295)]
+_JOINED = 9.0
+"""Pixels from a mark beyond which a line joins the name to it."""
 _GAPS = (4.0, 14.0, 28.0, 44.0, 62.0, 82.0, 104.0, 130.0)
 
 
@@ -235,17 +242,39 @@ def _place(
     for gap in _GAPS:
         for angle in _ANGLES:
             across, up = math.cos(angle), math.sin(angle)
-            # The box touches the circle of this radius with the side or corner that faces the point.
-            left = middle[0] + across * (radius + gap) - size[0] * (1 - across) / 2
-            low = middle[1] + up * (radius + gap) - size[1] * (1 - up) / 2
+            # The box touches the circle of this radius with the side or corner that faces the point: on a diagonal
+            # with the corner itself, so that it keeps clear of bars through the point.
+            behind, below = ((1 - min(max(way * 2**0.5, -1.0), 1.0)) / 2 for way in (across, up))
+            left = middle[0] + across * (radius + gap) - size[0] * behind
+            low = middle[1] + up * (radius + gap) - size[1] * below
             boxes.append((left, low, left + size[0], low + size[1]))
             distances.append(gap)
     outside = size[0] * size[1] - covered(boxes, [frame])
     # What is as near to another mark as to its own would be taken for that one's name.
     wide = [(left - _AIR, low - _AIR, right + _AIR, high + _AIR) for left, low, right, high in boxes]
     costs = 4 * covered(boxes, words) + covered(boxes, marks) + 8 * outside + 0.02 * np.array(distances)
-    costs += 0.5 * covered(wide, words)
+    costs += 0.5 * covered(wide, words) + _line_costs(middle, radius, boxes, [*words, *marks])
     return boxes[int(np.argmin(costs.round(6)))]  # the first of those that differ in rounding only
+
+
+def _line_costs(
+    middle: tuple[float, float], radius: float, boxes: Sequence[Box], taken: Sequence[Box]
+) -> NDArray[np.float64]:
+    """Return what a line from each box to its mark costs: what it covers, and more if it may be taken for a bar.
+
+    On a bar, or upright or level as bars are, it would make an interval look longer.
+    """
+    (x, y), ends = middle, [_nearest(middle, box) for box in boxes]
+    joined = np.array([math.dist(near, middle) > radius + _JOINED for near in ends])
+    dots = [
+        square(x + share * (near[0] - x), y + share * (near[1] - y), 1.0)
+        for near in ends
+        for share in (0.4, 0.55, 0.7, 0.85, 1.0)
+    ]
+    like_bars = np.array([near[0] == x or near[1] == y for near in ends])
+    crossed = covered(dots, taken).reshape(len(ends), -1).sum(axis=1)
+    costs: NDArray[np.float64] = joined * (0.1 * crossed + 0.5 * like_bars)
+    return costs
 
 
 def _figure_of(axes: Axes) -> Figure:

@@ -42,8 +42,8 @@ from attn_zoo.report.units import (
 )
 from attn_zoo.report.wording import MARKS, ceilings_words
 
-SMALLEST, LARGEST = 3.0, 8.5
-"""Points across the mark of the shortest and the longest length."""
+SMALLEST, LARGEST = 5.5, 9.5
+"""Points across the mark of the shortest and the longest length: some are measured at the shortest alone."""
 _ROOF: dict[str, Any] = {"color": INK, "lw": 1.8}
 _SHEET: dict[str, Any] = {"color": MUTED, "lw": 0.8}
 FAINT = 0.35

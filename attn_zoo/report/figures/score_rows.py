@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from attn_zoo.report.analysis.floor import TWO_SIDED, near_marks
+from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.figures.axes import ON_WHITE, annotate, score_axis
+from attn_zoo.report.figures.axes import ON_WHITE, annotate, bar_words, score_axis
 from attn_zoo.report.figures.dot_rows import ROW, DotRow, draw_rows, row_axes
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import MARK, MUTED, Looks, plain
@@ -33,14 +33,10 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
         return None
     near, far = near_marks(values, group.marks, metric)
     marks = [(plain(name.replace("_", " "), 28), value) for name, value in near.items()]
-    counts = {len(score.values) for score in group.ranked}
-    large = "large: mean over seeds with its 95 % t-interval; small: each seed" if max(counts) > 1 else ""
-    few = "one seed: 95 % interval from the size of the test set alone" if 1 in counts else ""
-    note = f"{group.how}\n{'; '.join(filter(None, (large, few)))}; dashed: chance and trivial models"
+    bars = bar_words(group.ranked, metric, "large: mean over seeds with its 95 % t-interval; small: each seed")
+    note = f"{group.how}\n{f'{bars}; ' if bars else ''}dashed: chance and trivial models"
     if far:
         note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
-    if any(row.ends and row.ends[0] < row.ends[1] and set(row.ends) & set(metric.bounds) for row in rows):
-        note += "; arrow: an interval cut where scores end"
     floor_rows = FLOOR_ROW * len(marks) + (0.12 if marks else 0)
     page = Page(f"{metric.title}: {group.title}", note)
     axes = row_axes(page, rows, below=floor_rows)
@@ -82,7 +78,7 @@ def _floor_words(name: str, value: float, metric: Metric) -> str:
 
 
 def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
-    metric, ends, interval = group.metric, None, ""
+    metric, ends = group.metric, score.ends
     if score.mean is None:
         words = some(dict.fromkeys(outcome(status).brief for status, _ in score.failures), 1) or "no run"
     else:
@@ -90,12 +86,7 @@ def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
         lost = (num_failed, "failed"), (len(score.failures) - num_failed, "not run")
         counts = [f"n={len(score.values)}", *(f"{number} {words}" for number, words in lost if number)]
         words = f"{metric.show(score.mean)} ({', '.join(counts)})"
-    if score.low is not None and score.high is not None:
-        ends = (score.low, score.high)
-    elif score.mean is not None and score.size_error is not None:
-        ends = (score.mean - TWO_SIDED * score.size_error, score.mean + TWO_SIDED * score.size_error)
-    if ends is not None:
-        interval = f" [{metric.end(ends[0])}, {metric.end(ends[1])}]"
+    interval = f" [{metric.end(ends[0])}, {metric.end(ends[1])}]" if ends else ""
     return DotRow(
         name=score.name,
         label=score.label,

@@ -75,7 +75,12 @@ def headline(analysis: Analysis) -> str:
         return best[0]
     if any(panel.lengths for group in analysis.errors for panel in group.panels):
         return "Nothing that is not exact gave a number."
-    return "No cell gave a measurement." if analysis.results.observations else "No cell has been run yet."
+    if analysis.results.observations:
+        return "No cell gave a measurement."
+    problems = [name for run in analysis.results.runs for name, _ in run.problems if name.startswith("cells/")]
+    if problems:
+        return f"{counted(len(problems), 'record')} could not be read; no other cell has been run yet."
+    return "No cell has been run yet."
 
 
 def _mean_line(overview: Overview) -> str:

@@ -32,6 +32,7 @@ MOST_LENGTHS = 5
 MOST_TASKS = 4
 LEVEL = 1.005
 """Peaks that differ by less are written alike."""
+NONE_ABOVE = "none clearly beats the floor"
 NOT_TIMED = "not timed"
 """Of a label of the run that belongs to another panel, or was trained only."""
 
@@ -109,7 +110,10 @@ def _lengths(panel: Panel) -> list[int]:
 
 
 def _column(heading: str, key: str, priority: float) -> Column:
-    return Column(heading=heading, show=lambda row: str(row[key]), brief=without_interval, priority=priority)
+    """Return a column of what the row of a key holds; that of the best may hold several names, which stay whole."""
+    return Column(
+        heading=heading, show=lambda row: str(row[key]), brief=without_interval, priority=priority, is_whole=True
+    )
 
 
 def _row(label: str, panel: Panel | None, lengths: Sequence[int]) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
         above = (one for one in group.ranked if one.standing is None or one.standing.verdict == "beaten")
         best = _best({one.name: (one.label, one.mean) for one in above if one.mean is not None}, analysis)
         heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
-        best = f"{best} (by mean)" if best else "none clearly beats the floor"
+        best = f"{best} (by mean)" if best else NONE_ABOVE
         columns.append(_Scores(group.name, heading, texts, best))
     return columns
 
@@ -208,7 +212,7 @@ def _brief_floor(text: str) -> str:
     """Return a score with its floor in one word: what is cut in the middle might say the opposite."""
     for words, brief in _BRIEF.items():
         text = text.replace(f"({words})", f"({brief})")
-    return text
+    return text.replace(NONE_ABOVE, "none")
 
 
 def _score(score: LabelScore, metric: Metric) -> str:

@@ -43,6 +43,8 @@ class Column:
         fit: from all rows to the column that shows them, with one unit for all.
         is_address: its texts are addresses of pages, which lead there. None that a record holds is one.
         is_text: its texts are cut where space is short, whatever is in them.
+        is_whole: its texts are cut only where no column can go any more, as those of several names, of which a part
+            would be another name.
     """
 
     heading: str
@@ -54,11 +56,15 @@ class Column:
     fit: Callable[[Sequence[Row]], Column] | None = None
     is_address: bool = False
     is_text: bool = False
+    is_whole: bool = False
 
-    def cut(self, text: str, longest: int, *, spares_numbers: bool = True) -> str:
-        """Return a text in so many letters; whole if it has a number, of which a part would be another number."""
-        is_number = spares_numbers and not self.is_text and any(letter.isdigit() for letter in text)
-        return text if is_number else shorten(text, longest)
+    def cut(self, text: str, longest: int, *, is_last: bool = False) -> str:
+        """Return a text in so many letters; whole if it has a number, of which a part would be another number.
+
+        Where nothing but letters is left to go, `is_last`, no text is spared.
+        """
+        is_number = not self.is_text and any(letter.isdigit() for letter in text)
+        return text if not is_last and (self.is_whole or is_number) else shorten(text, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,16 +368,16 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     while _width(table, briefs[-1], kept) > width:
         worst = max(kept, key=lambda index: (table.columns[index].priority, index))
         if table.columns[worst].priority == 0:  # then nothing is left to go but letters
-            briefs.append(_brief(table, _WIDTHS[-1], spares_numbers=False))
+            briefs.append(_brief(table, _WIDTHS[-1], is_last=True))
             break
         kept = [index for index in kept if index != worst]
     return next((brief for brief in briefs if _width(table, brief, kept) <= width), briefs[-1]), kept
 
 
-def _brief(table: Table, longest: int, *, spares_numbers: bool = True) -> list[list[str]]:
+def _brief(table: Table, longest: int, *, is_last: bool = False) -> list[list[str]]:
     return [
         [
-            column.cut(column.brief(text), longest, spares_numbers=spares_numbers)
+            column.cut(column.brief(text), longest, is_last=is_last)
             for column, text in zip(table.columns, row, strict=True)
         ]
         for row in table.texts()

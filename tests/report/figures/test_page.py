@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.lines import Line2D
 
@@ -12,6 +13,7 @@ from attn_zoo.report.figures.labels import (
     PointName,
     covered,
     draw_point_names,
+    line_box,
     mark_boxes,
     square,
 )
@@ -100,6 +102,19 @@ def test_the_name_of_a_point_keeps_off_other_marks():
         box = name.get_window_extent()
         away = max(other[0] - box.x1, box.x0 - other[2], other[1] - box.y1, box.y0 - other[3])
         assert away > 6
+
+
+def test_the_line_to_the_name_of_a_point_is_not_taken_for_its_bars():
+    """On a bar, or upright or level beside one, it would make the interval longer."""
+    with styled():
+        page = Page("a title", "a note")
+        (axes,) = page.panels(height=3.0)
+        inside = axes.get_window_extent()
+        bars = [line_box(axes, (0.5, 0.4), (0.5, 0.6)), line_box(axes, (0.48, 0.5), (0.52, 0.5))]
+        frame = inside.x0, inside.y0, inside.x1, inside.y1
+        draw_point_names(axes, [PointName("a longer name", "black", 0.5, 0.5, 3.0)], frame, bars)
+        (line,) = axes.get_lines()
+        assert np.abs(np.diff(line.get_xydata(), axis=0)).min() > 0.01
 
 
 def test_covered_sums_the_shared_areas():

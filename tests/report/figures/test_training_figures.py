@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from attn_zoo.records import Status
 from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
@@ -300,8 +301,17 @@ def test_axes_of_accuracy_stay_within_what_can_be_scored(tmp_path):
 
 def test_a_single_seed_has_the_interval_of_its_test_set(tmp_path):
     drawn = pictures(tmp_path, [accuracy(variant, 0, 0.36 + place / 1000) for place, variant in enumerate(MANY[:3])])
-    picture = next(one for one in drawn if one.name.startswith("accuracy"))
-    low, high = picture.figure.axes[0].get_xlim()
-    assert high - low > 2 * 1.96 * (0.36 * 0.64 / 200) ** 0.5, "of 200 examples"
-    assert "one seed: 95 % interval from the size of the test set alone" in words(picture.figure)
-    assert "mean over seeds" not in words(picture.figure)
+    for name, limits in (("accuracy", Axes.get_xlim), ("bubbles", Axes.get_ylim)):
+        picture = next(one for one in drawn if one.name.startswith(name))
+        low, high = limits(picture.figure.axes[0])
+        assert high - low > 2 * 1.96 * (0.36 * 0.64 / 200) ** 0.5, "of 200 examples"
+        said = " ".join(words(picture.figure).split())
+        assert "one seed: 95 % interval from the size of the test set alone" in said
+        assert "over seeds" not in said
+
+
+def test_bubbles_say_what_their_bars_are(tmp_path):
+    """A bar without a word may be a standard error, or the range of seeds."""
+    records = [training(variant, seed, 0.9 + seed / 20) for variant in MANY[:2] for seed in range(3)]
+    said = " ".join(words(by_kind(pictures(tmp_path, records))["bubbles"].figure).split())
+    assert "bars: 95 % t-interval of the mean over seeds; arrow: an interval cut where scores end" in said

@@ -15,6 +15,7 @@ from attn_zoo.api import load
 from attn_zoo.displays import Run
 from attn_zoo.errors import ConfigError, FolderError, StoreError
 from attn_zoo.folder import pack_cells
+from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.pages.write import print_report
@@ -47,6 +48,15 @@ def test_a_run_of_failures_and_an_empty_run_give_a_page(tmp_path):
         page = load(write_run(tmp_path / name, records)).report(tmp_path / f"{name}-out")
         assert words in page.read_text(encoding="utf-8")
         assert not list(page.parent.rglob("*.svg"))
+
+
+def test_a_run_of_damaged_records_is_not_called_empty(tmp_path):
+    records = [scaling("full", n) for n in (512, 1024)]
+    for num_records, words in ((1, "1 record could not be read"), (2, "2 records could not be read")):
+        folder = write_run(tmp_path / str(num_records), records[:num_records])
+        for path in (folder / "cells").iterdir():
+            path.write_text("{damaged")
+        assert headline(analyse([folder])).startswith(words)
 
 
 def test_a_report_takes_away_what_only_an_earlier_one_had_and_nothing_else(tmp_path):

@@ -222,6 +222,8 @@ def test_the_roofline_is_legible(tmp_path, names, lengths):
         assert ("data sheet" in [text for text, _ in texts(picture.figure)]) is bool(sheet)
         assert ("(data sheet 130 GFLOP/s, 12 GB/s)" in " ".join(shown.split())) is bool(sheet)
         assert "of the roof at" in picture.alt
+        lines = picture.figure.axes[0].get_lines()
+        assert all(line.get_markersize() >= 5 for line in lines if line.get_marker() not in ("None", "")), "too small"
 
 
 def test_the_data_sheet_s_line_is_named_where_only_its_bytes_are_known(tmp_path):

@@ -13,6 +13,7 @@ from rich.console import Console
 from attn_zoo.records import Memory
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
+from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import exponent_table
 from attn_zoo.report.tables.table import (
     BRACKETS,
@@ -275,6 +276,15 @@ def test_a_number_is_never_cut_where_a_column_can_go(tmp_path):
     assert "from 123,456 or less" in out.getvalue()
     assert "a_variant…ong_name" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 45
+
+
+def test_names_of_the_best_are_never_cut_where_a_column_can_go(tmp_path):
+    """A part of `linformer or bigbird or full` would be the name of somebody else."""
+    records = [scaling(name, n, n / 512) for name in ("linformer", "bigbird", "full") for n in DOUBLINGS]
+    table = front_table(analyse([write_run(tmp_path / "run", records)]))
+    for width in (60, 80, 120):
+        line = next(line for line in printed(table, width).splitlines() if line.startswith("best"))
+        assert set(line.split()) <= {"best", "linformer", "or", "bigbird", "full"}, line
 
 
 @pytest.mark.parametrize("run", ["h100/scaling-gpu", "xeon-avx512-2cores/approximation-cpu"])
