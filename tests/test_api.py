@@ -153,7 +153,7 @@ def test_a_class_that_is_not_registered_says_so(parent):
     """Of a registered parent too, in whose place it must not be measured."""
     base: Any = variants[parent].attention if parent else attn_zoo.AbstractAttention
 
-    class Plain(base):
+    class Plain(base):  # type: ignore[misc]
         def forward(self, query, key, value, *, key_padding_mask=None):
             return query
 
@@ -404,8 +404,13 @@ def test_options_reach_the_checks():
 
 @pytest.mark.parametrize("given", [None, {}, {"proj_len": 8}])
 def test_no_options_and_all_defaults_are_two_things(given, monkeypatch):
-    asked = []
-    monkeypatch.setattr("attn_zoo.conformance.run_checks", lambda name, options, **_: asked.append(options) or [])
+    asked: list[Any] = []
+
+    def run_checks(name, options, **_):
+        asked.append(options)
+        return []
+
+    monkeypatch.setattr("attn_zoo.conformance.run_checks", run_checks)
     attn_zoo.check("linformer", given)
     assert asked == [given]
 
