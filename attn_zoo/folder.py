@@ -168,7 +168,7 @@ class Run:
         num_unread: records that were not wanted.
         is_wanted: tells of a cell whether its record was.
         strays: keys of records that are of no planned cell.
-        foreign: of each file of `cells` that is named after another cell, the key of the one inside.
+        foreign: of files of `cells` named after another cell, the key of the one inside, if no file is named after it.
         stopped: why the last run into the folder ended early, in words; empty where it did not, or was killed.
         problems: files that could not be read, or not as a whole, each with a reason.
         warnings: the same for people, one sentence each.
@@ -264,7 +264,7 @@ def read_run(folder: str | Path, choose: Choose | None = None) -> Run:
         num_unread=len(unread),
         is_wanted=is_wanted,
         strays=frozenset() if info.planned is None else frozenset(keys.values()) - planned,
-        foreign={f"{name}.json": key for name, key in keys.items() if key != name},
+        foreign={f"{name}.json": key for name, key in keys.items() if key != name and name not in second},
         stopped=info.stopped,
         problems=tuple(problems),
         warnings=tuple(

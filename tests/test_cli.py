@@ -47,6 +47,8 @@ def test_each_variant_is_listed_in_one_line_with_its_whole_name(call, monkeypatc
     assert answer.code == 0
     head, *lines, last = answer.out.splitlines()
     assert head.split()[0] == "variant"
+    if lines[-1].startswith("Columns left out"):  # beside those of other tests with long names
+        lines.pop()
     assert [line.split()[0] for line in lines] == list(variants)
     assert all(len(line.rstrip()) < 80 or line.endswith("…") for line in lines), "what is cut says so"
     assert last == "One of them in full: attn-zoo show NAME"

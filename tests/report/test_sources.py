@@ -139,7 +139,7 @@ def test_json_of_pytest_benchmark_is_one_process_and_a_folder_of_it_several(tmp_
 def test_benchmarks_of_older_commits_and_other_machines_stay_apart(tmp_path):
     benchmark(tmp_path / "a" / "1.json", 0.5, commit="c1")
     for index in (2, 3):
-        benchmark(tmp_path / "a" / f"{index}.json", 0.1, commit="c2", start="2026-01-02T00:00:00")
+        benchmark(tmp_path / "a" / f"{index}.json", 0.1, commit="c2", start=f"2026-01-02T00:00:0{index}")
     found = compare(tmp_path / "a", tmp_path / "a").times.iloc[0]
     assert (found["num_processes_a"], found["median_ms_a"]) == (2, pytest.approx(101.0))
     benchmark(tmp_path / "b.json", 0.1, cpu="other")
