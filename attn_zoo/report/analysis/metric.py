@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from attn_zoo.records import LOWER_IS_BETTER
 from attn_zoo.report.units import MINUS, capital
+
+End = TypeVar("End", float, float | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,9 @@ class Metric:
         """The least and the largest score there can be."""
         return (0.0, math.inf) if self.is_lower_better else (0.0, 1.0)
 
-    def inside(self, value: float | None) -> float | None:
+    def inside(self, value: End) -> End:
         """Return the end of an interval, not beyond what a score can be: a t-interval of few seeds knows no bounds."""
         return None if value is None else min(max(value, self.bounds[0]), self.bounds[1])
-
-    def cut(self, low: float, high: float) -> tuple[float, float]:
-        """Return the ends of an interval, neither beyond what a score can be."""
-        least, most = self.bounds
-        return max(low, least), min(high, most)
 
     @property
     def words(self) -> str:

@@ -353,7 +353,7 @@ def _label_score(
         mean=mean,
         low=metric.inside(low),
         high=metric.inside(high),
-        ends=ends and metric.cut(*ends),
+        ends=ends and (metric.inside(ends[0]), metric.inside(ends[1])),
         size_error=error,
         standing=None if mean is None else judge(mean, low, high, num_settling, marks, metric),
         difference=pair(trial.runs, baseline.runs) if baseline and baseline is not trial else None,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from attn_zoo.report.analysis.floor import TWO_SIDED
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
@@ -57,6 +58,17 @@ class Overview:
             return None, None
         ends = interval_of_means([list(score.values.values()) for score in self.scores(label)]) or (None, None)
         return self.metric.inside(ends[0]), self.metric.inside(ends[1])
+
+    def ends(self, label: str) -> tuple[float, float] | None:
+        """Return what figures draw: that interval, or of one seed the one from the sizes of the test sets alone."""
+        mean, (low, high) = self.mean(label), self.interval(label)
+        if low is None or high is None:
+            errors = [score.size_error for score in self.scores(label)]
+            if mean is None or None in errors:
+                return None
+            half = TWO_SIDED * math.hypot(*filter(None, errors)) / len(errors)
+            low, high = mean - half, mean + half
+        return self.metric.inside(low), self.metric.inside(high)
 
     def num_seeds(self, label: str) -> int:
         """Return the fewest seeds that one of the common tasks has; 0 for none."""

@@ -13,7 +13,6 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.scores import LabelScore
 from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
 from attn_zoo.report.figures.svg import NO_TAG, Tag
 from attn_zoo.report.units import human_length
@@ -154,13 +153,13 @@ def draw_intervals(
             tag.put_on(*axes.plot(*((along, across) if is_flat else (across, along)), **look))
 
 
-def bar_words(scores: Iterable[LabelScore], metric: Metric, several: str) -> str:
-    """Say what the bars of scores are, `several` of those over seeds; nothing where there are none."""
-    scored = [score for score in scores if score.ends]
-    said = [several] if any(len(score.values) > 1 for score in scored) else []
-    if any(len(score.values) == 1 for score in scored):
+def bar_words(bars: Iterable[tuple[tuple[float, float] | None, int]], metric: Metric, several: str) -> str:
+    """Say what bars of scores are, by ends and number of seeds, `several` of those over seeds; nothing for none."""
+    drawn = [(*ends, num_seeds) for ends, num_seeds in bars if ends]
+    said = [several] if any(num_seeds > 1 for *_, num_seeds in drawn) else []
+    if any(num_seeds == 1 for *_, num_seeds in drawn):
         said.append("one seed: 95 % interval from the size of the test set alone")
-    if any(low < high and {low, high} & {*metric.bounds} for low, high in filter(None, (one.ends for one in scored))):
+    if any(low < high and {low, high} & {*metric.bounds} for low, high, _ in drawn):
         said.append("arrow: an interval cut where scores end")
     return "; ".join(said)
 

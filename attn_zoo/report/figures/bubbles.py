@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
-from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, log_axis, score_axis
 from attn_zoo.report.figures.labels import PointName, draw_point_names, line_box
@@ -31,6 +31,7 @@ class _Bubble:
     speed: float
     value: float
     ends: tuple[float, float] | None
+    num_seeds: int
     peak_bytes: float | None
     is_filled: bool
 
@@ -50,17 +51,15 @@ def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
     """
     if group.is_shared:
         return None
-    shown, bubbles = list[LabelScore](), list[_Bubble]()
+    bubbles = []
     for score in group.ranked:
         speed, peak = score.costs["tokens_per_s"], score.costs["train_peak_bytes"]
         if score.mean is not None and speed:
-            shown.append(score)
-            look = looks[score.label]
-            bubbles.append(_Bubble(score.name, look, speed, score.mean, score.ends, peak, not score.start))
+            at = speed, score.mean, score.ends, len(score.values)
+            bubbles.append(_Bubble(score.name, looks[score.label], *at, peak, is_filled=not score.start))
     best = [group.best_mark] if group.best_mark else []  # the other floors are in the figure of the scores
     marks = dict(best) | ({} if group.chance is None else {"chance": group.chance})
-    bars = bar_words(shown, group.metric, "bars: 95 % t-interval of the mean over seeds")
-    said = [group.how, *([bars] if bars else [])]
+    said = [group.how]
     if group.num_machines > 1:
         said.append(f"runs on {group.num_machines} machines")
     if any(score.start for score in group.scores):
@@ -80,7 +79,8 @@ def draw_task_means(overview: Overview, looks: Looks) -> Page | None:
     for label in overview.labels:
         value, speed = overview.mean(label), overview.speed(label)
         if value is not None and speed is not None:
-            bubbles.append(_Bubble(label, looks[label], speed, value, None, overview.peak_bytes(label), is_filled=True))
+            at = speed, value, overview.ends(label), overview.num_seeds(label)
+            bubbles.append(_Bubble(label, looks[label], *at, overview.peak_bytes(label), is_filled=True))
     floor = overview.floor()
     said = [overview.how, overview.scope(), "speed: geometric mean; memory: the most"]
     title = f"{overview.title} against cost: mean over {len(overview.common)} tasks"
@@ -92,6 +92,8 @@ def _draw(
 ) -> Page | None:
     if len(bubbles) < 2:
         return None
+    bars = [(bubble.ends, bubble.num_seeds) for bubble in bubbles]
+    said = [*said, *filter(None, [bar_words(bars, metric, "bars: 95 % t-interval of the mean over seeds")])]
     values = [end for bubble in bubbles for end in (bubble.value, *(bubble.ends or ()))]
     near, far = near_marks(values, marks, metric)
     # A name beside its line would lie on bubbles or bars of some run.

@@ -35,7 +35,9 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     control = max(fmean(each.mean_error for each in every), LEAST)
     lines = {f"with {group.setting.replaces}": trained, **dict([group.best_mark] if group.best_mark else [])}
     said = "; ".join(f"{name.replace('_', ' ')} {metric.show(value)}" for name, value in lines.items())
-    bars = bar_words(found, metric, "mean over seeds with its 95 % t-interval")
+    bars = bar_words(
+        [(score.ends, len(score.values)) for score in found], metric, "mean over seeds with its 95 % t-interval"
+    )
     note = f"{group.how}\n{f'{bars}; ' if bars else ''}level lines: {said}"
     points, values, errors = [], [*lines.values(), equal], [control]
     for score in found:

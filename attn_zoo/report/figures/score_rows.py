@@ -33,8 +33,9 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
         return None
     near, far = near_marks(values, group.marks, metric)
     marks = [(plain(name.replace("_", " "), 28), value) for name, value in near.items()]
-    bars = bar_words(group.ranked, metric, "large: mean over seeds with its 95 % t-interval; small: each seed")
-    note = f"{group.how}\n{f'{bars}; ' if bars else ''}dashed: chance and trivial models"
+    bars = [(score.ends, len(score.values)) for score in group.ranked]
+    said = bar_words(bars, metric, "large: mean over seeds with its 95 % t-interval; small: each seed")
+    note = f"{group.how}\n{f'{said}; ' if said else ''}dashed: chance and trivial models"
     if far:
         note += f"; off the scale: {', '.join(f'{name} {metric.show(value)}' for name, value in far.items())}"
     floor_rows = FLOOR_ROW * len(marks) + (0.12 if marks else 0)

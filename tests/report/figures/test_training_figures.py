@@ -7,6 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from attn_zoo.records import Status
+from attn_zoo.report.analysis.analyse import analyse
 from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
 from tests.report.synthetic import CLAIMS, accuracy, curve, tuned
 
@@ -281,7 +282,26 @@ def test_the_mean_over_tasks_is_drawn_once(tmp_path):
     found = pictures(tmp_path, records)
     assert found[0].name.startswith("bubbles-tasks")
     assert_legible(found[0].figure)
-    assert "mean over a (short), b (short)" in words(found[0].figure)
+    said = " ".join(words(found[0].figure).split())
+    assert "mean over a (short), b (short)" in said
+    assert "one seed: 95 % interval from the size of the test set alone" in said
+    low, high = found[0].figure.axes[0].get_ylim()
+    assert high - low > 2 * 1.96 * (0.4 * 0.6 / 200 / 2) ** 0.5, "of two tasks of 200 examples"
+
+
+def test_the_mean_over_tasks_has_the_interval_over_its_seeds(tmp_path):
+    scores = ((0, 0.4), (1, 0.44), (2, 0.5))
+    kinds = [(name, task) for name in ("full", "bigbird") for task in ("a", "b")]
+    records = [accuracy(name, seed, value, task=task) for name, task in kinds for seed, value in scores]
+    picture = pictures(tmp_path, records)[0]
+    assert "bars: 95 % t-interval of the mean over seeds" in " ".join(words(picture.figure).split())
+    (overview,) = analyse([tmp_path / "run"]).overviews
+    ends = overview.ends("full")
+    assert ends == overview.interval("full")
+    assert ends is not None
+    low, high = picture.figure.axes[0].get_ylim()
+    assert low < ends[0]
+    assert ends[1] < high
 
 
 def test_axes_of_accuracy_stay_within_what_can_be_scored(tmp_path):
