@@ -41,6 +41,8 @@ def test_a_job_of_an_array_runs_its_shard_until_its_time_is_over(submit):
     assert submit("array.sh", "--device", "cuda", **job).stdout == f"{expected} --device cuda\n"
     timed = submit("array.sh", **job, SLURM_JOB_END_TIME=str(int(time.time()) + 3630)).stdout
     assert timed == f"{expected} --time-limit 59\n"
+    ending = submit("array.sh", **job, SLURM_JOB_END_TIME=str(int(time.time()) + 5)).stdout
+    assert ending == f"{expected} --time-limit 0\n", "of a limit below nothing the command is wrong"
     few = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MAX": "5", "SHARDS": "16"}
     assert submit("array.sh", **few).stdout == "attn-zoo run scaling-gpu --out runs/gpu --shard 5/16\n"
     alone = submit("array.sh")

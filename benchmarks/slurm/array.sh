@@ -17,6 +17,7 @@ shift 2
 shard=${SLURM_ARRAY_TASK_ID:?submit it with --array=1-N}/${SHARDS:-$SLURM_ARRAY_TASK_MAX}
 limit=()
 if [ -n "${SLURM_JOB_END_TIME:-}" ]; then # cells that would not end in time are left for the next job
-    limit=(--time-limit $(((SLURM_JOB_END_TIME - $(date +%s)) / 60 - 1)))
+    left=$(((SLURM_JOB_END_TIME - $(date +%s)) / 60 - 1))
+    limit=(--time-limit $((left > 0 ? left : 0)))
 fi
 exec attn-zoo run "$matrix" --out "$folder" --shard "$shard" "${limit[@]}" "$@"

@@ -70,8 +70,8 @@ def make_plan(
         matrix: from `load_matrix`.
         device: instead of the matrix's own.
         only: patterns with `*` and `?` over cell ids (`"linformer/*"`); a cell is kept if one matches.
-        shard: (I, N): keep the I-th of N parts, alike in their numbers of cells of each length. What is timed in turns
-            at one length stays together.
+        shard: (I, N): keep the I-th of N parts, alike in their rough seconds. What is timed in turns at one length stays
+            together.
         add_variants: registered names added to every group.
         data_dir: where tasks find local data.
         is_remote: workers run on other machines, so that a missing GPU here is no refusal.
@@ -89,7 +89,9 @@ def make_plan(
     lanes: dict[str, dict[str, PlannedCell]] = {}
     for item in _expand(matrix, has_cuda, data_dir):
         # What is timed in turns stays together, whatever is done with lanes.
-        lanes.setdefault(item.cell.together or item.cell.curve, {}).setdefault(item.cell.key, item)
+        lane = lanes.setdefault(item.cell.together or item.cell.curve, {})
+        known = lane.get(item.cell.key)
+        lane[item.cell.key] = item if known is None else _asked_twice(known, item)
     ordered = [sorted(lane.values(), key=lambda item: item.cell.seq_len or 0) for lane in lanes.values()]
     if shard is not None:
         index, count = shard
@@ -118,20 +120,42 @@ def make_plan(
     )
 
 
-def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> list[list[PlannedCell]]:
-    """Return what one of several shards has of each lane: the longest are dealt out first, to who has fewest tokens.
+def _asked_twice(first: PlannedCell, second: PlannedCell) -> PlannedCell:
+    """Return a cell that is in two groups as the more demanding of them wants it: each gets what it asks at least."""
+    repeats = max(first.repeats, second.repeats)
+    return replace(
+        first,
+        isolation="cell" if "cell" in {first.isolation, second.isolation} else first.isolation,
+        repeats=repeats,
+        timeout_s=max(first.timeout_s, second.timeout_s),
+        budget_s=max(each.budget_s * each.repeats for each in (first, second)) / repeats,
+        has_energy=first.has_energy or second.has_energy,
+        has_count=first.has_count or second.has_count,
+        keep_weights=first.keep_weights or second.keep_weights,
+    )
 
-    Decided by the cells alone: shards are planned on machines that estimate times differently.
+
+def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> list[list[PlannedCell]]:
+    """Return what one of several shards has of each lane: what takes longest is dealt out first, to who has least.
+
+    By estimates for one thread, which are the same on all machines that plan a shard. What has none (training) counts
+    as the longest that has one.
     """
 
     def piece(item: PlannedCell) -> tuple[str, int | None]:
         return item.cell.together or item.cell.curve, item.cell.seq_len
 
-    pieces = dict.fromkeys(piece(item) for lane in lanes for item in lane)
-    hands, mine = [(0, number) for number in range(1, count + 1)], set()
-    for each in sorted(pieces, key=lambda each: -(each[1] or 1)):
-        tokens, number = heapq.heappop(hands)
-        heapq.heappush(hands, (tokens + (each[1] or 1), number))
+    items = [item for lane in lanes for item in lane]
+    known = estimated(replace(item, cell=replace(item.cell, threads=1)) for item in items)
+    longest = max((each.estimate_s or 0.0 for each in known), default=0.0) or 1.0
+    pieces: dict[tuple[str, int | None], float] = {}
+    for item, each in zip(items, known, strict=True):
+        seconds = 0.0 if item.refusal else longest if each.estimate_s is None else each.estimate_s
+        pieces[piece(item)] = pieces.get(piece(item), 0.0) + seconds
+    hands, mine = [(0.0, number) for number in range(1, count + 1)], set()
+    for each in sorted(pieces, key=lambda each: -pieces[each]):
+        seconds, number = heapq.heappop(hands)
+        heapq.heappush(hands, (seconds + pieces[each], number))
         if number == index:
             mine.add(each)
     return [[item for item in lane if piece(item) in mine] for lane in lanes]

@@ -208,6 +208,30 @@ def test_what_is_timed_in_turns_is_one_lane_and_each_length_one_bundle():
         assert [len(bundle) for bundle in bundles] == [2, 2], "and tear apart nothing that is timed in turns"
 
 
+def test_shards_weigh_what_cells_take_and_not_their_number_or_length():
+    group = {"device": "cpu", "batch_size": 1, "num_heads": 8, "head_dim": 64}
+    long = {**group, "variants": ["full"], "seq_len": [16384]}
+    short = {**group, "variants": ["full", "linformer"], "seq_len": [128, 256, 512], "repeats": 3}
+    matrix = parse_matrix({"name": "x", "scaling": [long, short]}, "x")
+    alone, rest = (make_plan(matrix, shard=(index, 2)).cells for index in (1, 2))
+    assert [item.cell.seq_len for item in alone] == [16384], "seconds where the others are milliseconds"
+    assert len(rest) == 6
+    training = {"task": "copying", "level": "short", "protocol": "cpu-small", "variants": ["full"], "device": "cpu"}
+    matrix = parse_matrix({"name": "x", "scaling": [short], "accuracy": [{**training, "seeds": [0, 1, 2]}]}, "x")
+    shards = [make_plan(matrix, shard=(index, 3)).cells for index in (1, 2, 3)]
+    assert [sum(item.cell.task == "copying" for item in shard) for shard in shards] == [1, 1, 1]
+
+
+def test_a_cell_of_two_groups_is_measured_as_the_more_demanding_wants_it():
+    less = {"variants": ["full"], "seq_len": [16], "device": "cpu", "timeout_s": 77.0, "isolation": "lane"}
+    more = {"variants": ["full"], "seq_len": [16, 32], "device": "cpu", "repeats": 3, "budget_s": 2.0}
+    for groups in ([less, more], [more, less]):
+        plan = make_plan(parse_matrix({"name": "x", "scaling": groups}, "x"))
+        assert [item.cell.seq_len for item in plan.cells] == [16, 32]
+        assert {(one.repeats, one.budget_s, one.isolation) for one in plan.cells} == {(3, 2.0 / 3, "cell")}
+        assert {one.timeout_s for one in plan.cells} == {600.0}
+
+
 def test_shards_have_alike_work():
     matrix = make_matrix(
         ["full", "fake_ok", "linformer"], seq_len=[16, 32, 64, 128], passes=["fwd", "bwd"], isolation="lane"
@@ -215,8 +239,8 @@ def test_shards_have_alike_work():
     shards = [make_plan(matrix, shard=(index, 4)).cells for index in range(1, 5)]
     longest = [sum(item.cell.seq_len == 128 for item in shard) for shard in shards]
     assert max(longest) - min(longest) <= 1
-    tokens = [sum(item.cell.seq_len or 0 for item in shard) for shard in shards]
-    assert max(tokens) - min(tokens) <= 16
+    seconds = [sum(item.estimate_s or 0.0 for item in shard) for shard in shards]
+    assert max(seconds) < 1.1 * min(seconds)
     for shard in shards:
         for _, items in itertools.groupby(shard, key=lambda item: item.cell.curve):
             lengths = [item.cell.seq_len or 0 for item in items]
