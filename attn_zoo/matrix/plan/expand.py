@@ -70,8 +70,8 @@ def make_plan(
         matrix: from `load_matrix`.
         device: instead of the matrix's own.
         only: patterns with `*` and `?` over cell ids (`"linformer/*"`); a cell is kept if one matches.
-        shard: (I, N): keep the I-th of N parts, alike in their rough seconds. What is timed in turns at one length stays
-            together.
+        shard: (I, N): keep the I-th of N parts, alike in their rough seconds. What is timed in turns at one length
+            stays together.
         add_variants: registered names added to every group.
         data_dir: where tasks find local data.
         is_remote: workers run on other machines, so that a missing GPU here is no refusal.
@@ -147,10 +147,10 @@ def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> li
 
     items = [item for lane in lanes for item in lane]
     known = estimated(replace(item, cell=replace(item.cell, threads=1)) for item in items)
-    longest = max((each.estimate_s or 0.0 for each in known), default=0.0) or 1.0
+    longest = max((one.estimate_s or 0.0 for one in known), default=0.0) or 1.0
     pieces: dict[tuple[str, int | None], float] = {}
-    for item, each in zip(items, known, strict=True):
-        seconds = 0.0 if item.refusal else longest if each.estimate_s is None else each.estimate_s
+    for item, one in zip(items, known, strict=True):
+        seconds = 0.0 if item.refusal else longest if one.estimate_s is None else one.estimate_s
         pieces[piece(item)] = pieces.get(piece(item), 0.0) + seconds
     hands, mine = [(0.0, number) for number in range(1, count + 1)], set()
     for each in sorted(pieces, key=lambda each: -pieces[each]):
