@@ -177,8 +177,7 @@ def _budgets(subject: _Subject) -> Found:
 
 def _trials(subject: _Subject) -> Found:
     for group in subject.groups:
-        if group.warning:
-            yield group.title, group.warning
+        yield from ((group.title, warning) for warning in group.warnings)
         able = (score for score in group.scores if any(run.record.status != "unsupported" for run in score.runs))
         counts = {score.name: len(score.runs) for score in able}
         most = max(counts.values(), default=0)
@@ -196,7 +195,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Subject], Found]]] = {
     "gate": ("nothing was timed, or compared with exact attention, before it passed its correctness gate", _gate),
     "floors": ("beside each score stands what a trivial model scores", _floors),
     "budgets": (f"parameters are within {PARAMS_TOLERANCE:.0%} of the baseline's", _budgets),
-    "trials": ("each variant got as many trials and seeds as the others", _trials),
+    "trials": ("each variant got as many trials and seeds as the others, and each seed once", _trials),
 }
 """What is looked at, by name: in one sentence, and how."""
 

@@ -59,6 +59,10 @@ def unequal(records):
     return [*records, *answered([*tuned("full", {0.1: [0.3], 0.2: [0.4]}), *tuned("linformer", {0.1: [0.3]})])]
 
 
+def repeated(records):
+    return [*records, *answered([accuracy("full", 0, 0.3, overrides={"pretrain": ""})])]
+
+
 PLANTED: list[tuple[str, Callable[[list[Record]], list[Record]], str, str]] = [
     ("digests", changed(0, environment="0123456789ab"), "full/scaling", "is not described in run.json"),
     ("numbers", with_timing(median_ms=2.0, low_ms=2.0), "full/scaling", "is not that of its samples"),
@@ -73,6 +77,7 @@ PLANTED: list[tuple[str, Callable[[list[Record]], list[Record]], str, str]] = [
     ("budgets", bigger, "linformer on listops (short)", "38.46 % more parameters than full"),
     ("trials", without_last, "linformer on listops (short)", "1 seed; others have 2"),
     ("trials", unequal, "listops (short, tuned: base_lr)", "tuned with unequal numbers of trials"),
+    ("trials", repeated, "listops (short)", "more than one cell of one seed"),
 ]
 
 

@@ -100,7 +100,7 @@ def analysis_of(results: Results) -> Analysis:
     every = (*results.observations, *results.left)
     panels = tuple(make_panels(results))
     groups = tuple(make_accuracy_groups(results))
-    doubts = tuple(f"{group.title}: {group.warning}" for group in groups if group.warning)
+    doubts = tuple(f"{group.title}: {warning}" for group in groups for warning in group.warnings)
     doubts += tuple(text for panel in panels for text in _impossible(panel))
     if len(panels) > MOST_PANELS:
         beside = "figures, and tables on the page, are of those with most curves; the folder tables has all"

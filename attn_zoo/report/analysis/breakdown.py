@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from attn_zoo.records import Score
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
 
 NOT_AXES = frozenset({"value", "num_items", "floor"})
@@ -64,6 +65,14 @@ def _by_place(entries: Iterable[Mapping[str, float]], axes: Sequence[str], what:
         total = sum(value * count for value, count in scored)
         found[place] = total / items if items else fmean(value for value, _ in scored)
     return found
+
+
+def num_items(score: Score) -> int | None:
+    """Return how many scored items the whole test set has, as its parts count them; None where they were not kept."""
+    counts = [entry["num_items"] for entry in score.breakdown if "num_items" in entry]
+    if counts and len(counts) == len(score.breakdown):
+        return round(sum(counts))
+    return len(score.correct) or None
 
 
 def floors_by_place(group: AccuracyGroup, axes: Sequence[str]) -> dict[tuple[float, ...], float]:

@@ -16,8 +16,10 @@ from attn_zoo.report.analysis.training_runs import (
     Setting,
     TrainingRun,
     Trial,
+    by_seed,
     group_training_runs,
     make_trials,
+    repeated_seeds,
     unequal_trials,
 )
 from attn_zoo.report.measurements import COSTS
@@ -176,7 +178,7 @@ class AccuracyGroup:
         baseline: label of the exact variant that differences refer to, or empty.
         num_examples: in the test set.
         num_machines: that the runs were made on.
-        warning: what makes the comparison doubtful; empty for nothing.
+        warnings: what makes the comparison doubtful.
     """
 
     setting: Setting
@@ -194,7 +196,7 @@ class AccuracyGroup:
     baseline: str
     num_examples: int | None
     num_machines: int
-    warning: str
+    warnings: tuple[str, ...]
 
     @property
     def heading(self) -> str:
@@ -270,8 +272,10 @@ def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _group(
-    setting: Setting, runs: Sequence[TrainingRun], results: Results, name: str, varying: Container[str]
+    setting: Setting, every: Sequence[TrainingRun], results: Results, name: str, varying: Container[str]
 ) -> AccuracyGroup:
+    seeds = by_seed(every)
+    runs = [own[-1] for own in seeds]
     scores = [run.score for run in runs if run.score]
     metric = Metric(scores[0].metric if scores else "score")
     members = grouped(runs, lambda run: (run.label, run.start))
@@ -314,7 +318,7 @@ def _group(
         baseline=baseline,
         num_examples=max((score.num_examples for score in scores if score.num_examples), default=None),
         num_machines=len({run.environment for run in runs if run.score}),
-        warning=unequal_trials(ran),
+        warnings=tuple(filter(None, (unequal_trials(ran), repeated_seeds(seeds, names)))),
     )
 
 

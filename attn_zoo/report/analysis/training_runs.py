@@ -15,7 +15,8 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results
 
 PRETRAINING = "pretrain"
-"""What the names of all settings of self-pretraining begin with: runs that differ in those only stand side by side."""
+"""The setting that says what is learned before, and what the names of all others of self-pretraining begin with. Runs
+that differ in those only stand side by side, whether a matrix sets them or tries several: none is tuned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,8 @@ class Setting:
         protocol: with `overrides` (as JSON; neither tuned ones nor those of self-pretraining) and its version.
         replaces: mechanism of the trained models in whose place the variants were put; empty where these were trained.
         adapt_steps: updates that the models made afterwards.
-        tuned: names of the settings that the matrix tuned: tuned and untuned results are not mixed.
+        tuned: names of the settings that the matrix tuned, none of self-pretraining: tuned and untuned results are not
+            mixed.
     """
 
     task: str
@@ -109,10 +111,10 @@ def group_training_runs(results: Results) -> list[tuple[Setting, list[TrainingRu
 
 def _parts(cell: Cell) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the overrides of a cell in three: tuned, of self-pretraining, and the rest."""
-    tuned = {name: value for name, value in cell.overrides.items() if name in cell.grid}
-    rest = {name: value for name, value in cell.overrides.items() if name not in tuned}
-    before = {name: value for name, value in rest.items() if name.startswith(PRETRAINING)}
-    return tuned, before, {name: value for name, value in rest.items() if name not in before}
+    before = {name: value for name, value in cell.overrides.items() if name.startswith(PRETRAINING)}
+    other = {name: value for name, value in cell.overrides.items() if name not in before}
+    tuned = {name: value for name, value in other.items() if name in cell.grid}
+    return tuned, before, {name: value for name, value in other.items() if name not in tuned}
 
 
 def _setting(cell: Cell) -> Setting:
@@ -121,7 +123,7 @@ def _setting(cell: Cell) -> Setting:
         level=cell.level or "",
         protocol=cell.protocol or "",
         overrides=json.dumps(_parts(cell)[2], sort_keys=True),
-        tuned=tuple(sorted(cell.grid)),
+        tuned=tuple(sorted(name for name in cell.grid if not name.startswith(PRETRAINING))),
         is_causal=cell.is_causal,
         dtype=cell.dtype,
         device=cell.device,
@@ -152,16 +154,17 @@ def _runs(members: Sequence[Observation]) -> list[TrainingRun]:
 def _starts(records: Sequence[Record]) -> list[str]:
     """Return for each run what the model had learned before; its settings distinguish several ways of pretraining.
 
-    A run that failed left no score to say so: it belongs to the finished ones with the same settings, or is judged by
-    its settings where there is none.
+    A run that failed left no score to say so: it learned what finished ones did that asked for the same, or what it
+    asked for where there is none.
     """
     before = [_parts(record.cell)[1] for record in records]
     keys = [json.dumps(settings, sort_keys=True) for settings in before]
+    # None where nothing was asked for: then it is what the protocol says, which is the same for all.
+    asked = [settings.get(PRETRAINING) for settings in before]
     learned = [record.score.pretrain if record.status == "ok" and record.score else None for record in records]
-    known = {key: kind for key, kind in zip(keys, learned, strict=True) if kind is not None}
+    known = {what: kind for what, kind in zip(asked, learned, strict=True) if kind is not None}
     kinds = [
-        known.get(key, _kind(settings)) if kind is None else kind
-        for key, settings, kind in zip(keys, before, learned, strict=True)
+        known.get(what, str(what or "")) if kind is None else kind for what, kind in zip(asked, learned, strict=True)
     ]
     ways = {kind: {key for key, other in zip(keys, kinds, strict=True) if other == kind} for kind in kinds}
     return [
@@ -172,9 +175,37 @@ def _starts(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _kind(before: Mapping[str, Any]) -> str:
-    words = [value for value in before.values() if isinstance(value, str) and value]
-    return words[0] if words else ("yes" if any(before.values()) else "")
+def by_seed(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
+    """Return the runs of each label, start, trial and seed, the one that counts last: the latest that finished.
+
+    There are several where cells differ only in what trains no other model, such as settings of a pretraining that did
+    not take place. They are one seed: a repetition says nothing about chance.
+    """
+    same = grouped(runs, lambda run: (run.label, run.start, run.trial, run.seed))
+    return [sorted(own, key=lambda run: (run.score is not None, run.record.started)) for own in same.values()]
+
+
+def repeated_seeds(seeds: Sequence[Sequence[TrainingRun]], names: Mapping[tuple[str, str], str]) -> str:
+    """Return a warning that names the seeds of which there is more than one cell; else nothing.
+
+    Args:
+        seeds: see `by_seed`.
+        names: of each label and start.
+    """
+    repeated = grouped(
+        (own[0] for own in seeds if len(own) > 1),
+        lambda run: (names[run.label, run.start], _words(json.loads(run.trial))),
+    )
+    said = [
+        " ".join([*filter(None, name), "seed" if len(own) == 1 else "seeds", ", ".join(str(run.seed) for run in own)])
+        for name, own in repeated.items()
+    ]
+    rule = "more than one cell of one seed, of which the latest that finished counts"
+    return f"{rule}: {'; '.join(said)}" if said else ""
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sorted(values.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +225,7 @@ class Trial:
     @property
     def words(self) -> str:
         """Return the values, such as `base_lr=0.001`."""
-        return ", ".join(f"{name}={value}" for name, value in sorted(self.values.items()))
+        return _words(self.values)
 
     @property
     def scored(self) -> tuple[TrainingRun, ...]:

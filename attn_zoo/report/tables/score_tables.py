@@ -10,7 +10,7 @@ from typing import Any
 from attn_zoo.errors import counted
 from attn_zoo.records import AS_TRAINED
 from attn_zoo.report.analysis.analyse import Analysis
-from attn_zoo.report.analysis.breakdown import NOT_AXES
+from attn_zoo.report.analysis.breakdown import NOT_AXES, num_items
 from attn_zoo.report.analysis.floor import CHANCE
 from attn_zoo.report.analysis.learning import AXES, COMPILED_FIRST, Axis, best_within, budgets, compiles, seed_curves
 from attn_zoo.report.analysis.metric import Metric
@@ -422,14 +422,15 @@ def _task_column(title: str, metric: Metric, priority: float) -> Column:
 
 _SCORE_FIELDS = (
     *("variant", "task", "level", "protocol", "overrides", "is_causal", "dtype", "device", "start", "trial"),
-    *("is_selected", "seed", "status", "metric", "part", "value", "num_items", "validation"),
+    *("is_selected", "seed", "status", "metric", "part", "value", "num_items", "num_examples", "validation"),
 )
 
 
 def score_table(analysis: Analysis) -> Table:
-    """Return, for files only, one row per run and one per entry of its breakdown.
+    """Return, for files only, one row per run that counts (see `by_seed`) and one per entry of its breakdown.
 
-    The column `part` is empty for the whole test set.
+    The column `part` is empty for the whole test set. `num_items` counts scored items in every row, of which an example
+    may have several, and is empty where they were not kept; `num_examples` is known of the whole test set only.
     """
     return Table(
         name="scores",
@@ -459,7 +460,8 @@ def _score_rows(group: AccuracyGroup, trial: Trial, run: TrainingRun) -> list[Ro
         "metric": group.metric.name,
         "part": "",
         "value": score.value if score else None,
-        "num_items": score.num_examples if score else None,
+        "num_items": num_items(score) if score else None,
+        "num_examples": score.num_examples if score else None,
         "validation": score.validation if score else None,
     }
     return [common, *(common | _part(entry) for entry in (score.breakdown if score else ()))]
@@ -467,4 +469,10 @@ def _score_rows(group: AccuracyGroup, trial: Trial, run: TrainingRun) -> list[Ro
 
 def _part(entry: Mapping[str, float]) -> dict[str, Any]:
     axes = [f"{name}={value:g}" for name, value in entry.items() if name not in NOT_AXES]
-    return {"part": ", ".join(axes) or "{}", "value": entry.get("value"), "num_items": entry.get("num_items")}
+    items = entry.get("num_items")
+    return {
+        "part": ", ".join(axes) or "{}",
+        "value": entry.get("value"),
+        "num_items": None if items is None else round(items),
+        "num_examples": None,
+    }

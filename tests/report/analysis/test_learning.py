@@ -1,6 +1,8 @@
 """Curves over steps, FLOPs and seconds; breakdowns by properties of the examples; the long table of all scores."""
 
+import csv
 import io
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -130,3 +132,20 @@ def test_the_long_table_has_every_run_and_every_part(tmp_path):
     assert whole["status"].tolist() == ["ok", "diverged"]
     assert frame["part"].dropna().tolist() == ["seq_len=64", "seq_len=128"]
     assert frame["num_items"].tolist()[1:3] == [3, 4]
+
+
+def test_the_long_table_counts_items_in_every_row_and_examples_apart(tmp_path):
+    entries = (
+        {"seq_len": 64.0, "value": 1.0, "num_items": 300.0},
+        {"seq_len": 128.0, "value": 0.5, "num_items": 400.0},
+    )
+    scores: list[dict[str, Any]] = [{"breakdown": entries, "correct": ""}, {"correct": "1" * 700}, {"correct": ""}]
+    records = [accuracy("full", seed, 0.4, score=score) for seed, score in enumerate(scores)]
+    rows = csv.DictReader(io.StringIO(to_csv(score_table(analysed(tmp_path, records)))))
+    assert [(row["part"], row["num_items"], row["num_examples"]) for row in rows] == [
+        ("", "700", "200"),
+        ("seq_len=64", "300", ""),
+        ("seq_len=128", "400", ""),
+        ("", "700", "200"),
+        ("", "", "200"),  # too many items to keep an answer of each
+    ]

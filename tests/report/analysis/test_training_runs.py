@@ -1,8 +1,12 @@
 """Tuning: chosen on validation, the same number of trials for all, and self-pretraining as a second column."""
 
+from dataclasses import replace
+
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.analysis.breakdown import parts
+from attn_zoo.report.analysis.learning import seed_curves
 from attn_zoo.report.pages.findings import accuracy_findings
 from attn_zoo.report.tables.score_tables import accuracy_table, pretraining_table, trials_table
 from tests.report.synthetic import accuracy, tuned, write_run
@@ -177,3 +181,91 @@ def test_two_kinds_of_self_pretraining_are_told_apart(tmp_path):
         "full (self-pretrained, causal: pretrain=causal, pretrain_steps=6)",
         "full (self-pretrained, masked)",
     ]
+
+
+def test_self_pretraining_that_a_grid_tries_is_not_tuned(tmp_path):
+    def tried(variant, kind, value, **more):
+        overrides = {"num_steps": 10, "pretrain": kind, "pretrain_steps": 5, "base_lr": 1e-3}
+        score = {"pretrain": kind} if value is not None else None
+        return accuracy(variant, 0, value, overrides=overrides, score=score, **more)
+
+    for name, grid in (("alone", ("pretrain",)), ("with a rate", ("base_lr", "pretrain"))):
+        records = [tried("full", "", 0.3, grid=grid), tried("full", "masked", 0.4, grid=grid)]
+        records.append(tried("bigbird", "", None, status="diverged", grid=grid))
+        records.append(tried("bigbird", "masked", None, status="timeout", grid=grid))
+        analysis = analysed(tmp_path / name, records)
+        (found,) = analysis.accuracy
+        assert analysis.results.warnings == ()
+        assert found.setting.tuned == grid[:-1]
+        assert {score.name: (score.num_trials, score.failed) for score in found.scores} == {
+            "bigbird": (1, "diverged 1 of 1"),
+            "bigbird (self-pretrained)": (1, "timeout 1 of 1"),
+            "full": (1, ""),
+            "full (self-pretrained)": (1, ""),
+        }
+        assert pretraining_table(found) is not None
+        assert (trials_table(found) is None) == ("of each variant the trial" not in accuracy_table(found).note)
+        assert (trials_table(found) is None) == (len(grid) == 1)
+
+
+def test_tried_ways_of_self_pretraining_stand_side_by_side(tmp_path):
+    records = []
+    for steps in (5, 6):
+        overrides = {"pretrain": "masked", "pretrain_steps": steps}
+        records.append(
+            accuracy("full", 0, 0.3, overrides=overrides, grid=("pretrain_steps",), score={"pretrain": "masked"})
+        )
+        records.append(accuracy("full", 1, None, status="diverged", overrides=overrides, grid=("pretrain_steps",)))
+    _, scores = group(tmp_path, records)
+    assert [score.start for score in scores.values()] == [
+        f"masked: pretrain=masked, pretrain_steps={steps}" for steps in (5, 6)
+    ]
+
+
+def test_settings_of_a_pretraining_that_nobody_asked_for_are_none(tmp_path):
+    for name, before in (("absent", {}), ("empty", {"pretrain": ""})):
+        records = [accuracy("full", 0, None, status="diverged", overrides={**before, "pretrain_steps": 5})]
+        _, scores = group(tmp_path / name, records)
+        assert [score.start for score in scores.values()] == [""]
+
+
+def test_a_seed_that_ran_twice_is_one_seed(tmp_path):
+    def run(seed, value, minute, before=None, **more):
+        record = accuracy("full", seed, value, overrides={"num_steps": 10, **(before or {})}, **more)
+        return replace(record, started=f"2026-01-01T00:0{minute}:00+00:00")
+
+    entries = {
+        "curve": ({"step": 10.0, "validation": 0.5},),
+        "breakdown": ({"n": 1.0, "value": 0.5, "num_items": 9.0},),
+    }
+    unused = {"pretrain_steps": 500}  # of a pretraining that does not take place: the same model is trained
+    records = [run(0, 0.3, 2, score=entries), run(0, 0.4, 1, unused, score=entries)]
+    analysis = analysed(tmp_path / "one", records)
+    (found,) = analysis.accuracy
+    (score,) = found.scores
+    assert (score.mean, score.low, score.high, len(score.runs)) == (0.3, None, None, 1)  # the latest, and no interval
+    assert accuracy_table(found).rows[0]["num_seeds"] == 1
+    assert len(seed_curves(score, "validation", "steps")) == 1
+    assert parts(score, ("n",))[0].low is None
+    (warning,) = analysis.results.warnings
+    assert warning == (
+        "listops (short): more than one cell of one seed, of which the latest that finished counts: full seed 0"
+    )
+
+    records = [run(0, 0.3, 1), run(0, None, 2, {"pretrain": ""}, status="diverged"), run(1, 0.5, 1)]
+    records += [run(2, 0.4, minute, before) for minute, before in ((1, unused), (2, {"pretrain": "", **unused}))]
+    analysis = analysed(tmp_path / "more", records)
+    ((score,),) = (found.scores for found in analysis.accuracy)
+    assert score.values == {0: 0.3, 1: 0.5, 2: 0.4}
+    assert score.failed == ""
+    assert analysis.results.warnings[0].endswith("counts: full seeds 0, 2")
+
+
+def test_a_repeated_seed_of_a_trial_is_named_with_it(tmp_path):
+    records = [
+        accuracy("full", 0, 0.3, overrides={"base_lr": rate, **before}, grid=("base_lr",))
+        for rate, before in ((1e-3, {}), (1e-2, {}), (1e-2, {"pretrain": ""}))
+    ]
+    (found,) = analysed(tmp_path, records).accuracy
+    assert [len(trial.runs) for trial in found.trials["full", ""]] == [1, 1]
+    assert found.warnings[0].endswith("counts: full base_lr=0.01 seed 0")
