@@ -31,7 +31,7 @@ from attn_zoo.metadata import Capabilities, Position, Request
 from attn_zoo.model import ModelConfig
 from attn_zoo.model.config import LEAKY_NORM, Activation, NormKind, PoolingKind, PositionKind
 from attn_zoo.records import Cell
-from attn_zoo.registry import capabilities_of, make_config
+from attn_zoo.registry import capabilities_of, make_config, tasks
 from attn_zoo.tasks import TaskSpec
 
 ScheduleKind = Literal["constant", "linear", "cosine", "rsqrt", "noam"]
@@ -93,7 +93,7 @@ class Protocol:
         dropout_p: on attention weights.
         resid_dropout_p: on embeddings and on what each sublayer adds.
         betas: of Adam.
-        eps: of Adam.
+        eps: of Adam, which divides by it alone where a weight has had no gradient yet.
         weight_decay: decoupled (AdamW), on matrices, tables of learned vectors in a mechanism among them; biases, norms
             and embeddings of tokens and positions have none.
         base_lr: multiplied by the schedule.
@@ -157,9 +157,9 @@ class Protocol:
     compile: bool | None = False
 
     def __post_init__(self) -> None:
-        positive = ("num_steps", "batch_size", "eval_every", "eval_batch_size", "pad_multiple", "base_lr")
+        positive = ("num_steps", "batch_size", "eval_every", "eval_batch_size", "pad_multiple", "base_lr", "eps")
         problems = [(n, f"expected more than 0; got {getattr(self, n)}") for n in positive if getattr(self, n) <= 0]
-        not_negative = ("warmup_steps", "eps", "clip_norm", "weight_decay", "bucket_batches", "pretrain_steps")
+        not_negative = ("warmup_steps", "clip_norm", "weight_decay", "bucket_batches", "pretrain_steps")
         problems += [(n, f"expected 0 or more; got {getattr(self, n)}") for n in not_negative if getattr(self, n) < 0]
         floats = [item.name for item in fields(self) if isinstance(getattr(self, item.name), float)]
         infinite = [n for n in floats if not math.isfinite(getattr(self, n))]
@@ -188,6 +188,18 @@ class Protocol:
         if build.position == "rotary" and build.head_dim % 2:
             return [("position", f"rotary positions turn pairs of features; got head_dim = {build.head_dim}")]
         return []
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate of all updates: every schedule rises until warm-up ends, and never after."""
+        return learning_rate(
+            self.schedule,
+            min(max(1, self.warmup_steps), self.num_steps),
+            base_lr=self.base_lr,
+            warmup_steps=self.warmup_steps,
+            num_steps=self.num_steps,
+            embed_dim=self.embed_dim,
+        )
 
     @property
     def summary(self) -> str:
@@ -322,6 +334,13 @@ def resolve_protocol(
         raise ConfigError(f"overrides of {name}", fixed)
     settings = {**asdict(PROTOCOLS[name]), **(task_settings or {}), **overrides}
     return make_config(Protocol, settings, f"overrides of {name}")
+
+
+def protocol_of(cell: Cell) -> Protocol:
+    """Return the protocol that a training cell trains under; errors as of `resolve_protocol`."""
+    assert cell.task is not None and cell.protocol is not None  # noqa: PT018  as every training has
+    settings = tasks[cell.task].settings.get(cell.protocol)
+    return resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
 
 
 _WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}

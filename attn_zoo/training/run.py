@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, final, get_args
+from typing import Any, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,10 @@ from attn_zoo.tasks.floors.lookup_rules import floors_of, floors_of_groups, refe
 from attn_zoo.tasks.promises import checked_split
 from attn_zoo.training.batches import Batch, Batcher, Feed, send
 from attn_zoo.training.checkpoint import Numbers
-from attn_zoo.training.evaluation import breakdown
+from attn_zoo.training.evaluation import Evaluation, breakdown
 from attn_zoo.training.loop import Trainer, make_trainer
 from attn_zoo.training.objective import AbstractObjective
-from attn_zoo.training.protocol import Protocol, resolve_protocol, weight_dtype
+from attn_zoo.training.protocol import Protocol, protocol_of, weight_dtype
 from attn_zoo.training.ranks import ALONE, Ranks, joined_ranks
 from attn_zoo.training.seeding import derive_seed
 from attn_zoo.training.updates import DivergedError, Updater
@@ -123,7 +123,7 @@ def run_training(
         raise ConfigError(cell.id, [("", "expected a cell of kind accuracy with task, level and protocol")])
     task_class: type[AbstractTask] = tasks[cell.task]
     task = task_class(cell.level, data_dir=data_dir)
-    protocol = resolve_protocol(cell.protocol, task_settings=task.settings.get(cell.protocol), overrides=cell.overrides)
+    protocol = protocol_of(cell)
     if protocol.compile is None:
         protocol = replace(protocol, compile=torch.device(cell.device).type == "cuda")
     kernels: list[str] = []
@@ -177,7 +177,7 @@ def _train(
         return _Phase(updater, name, path(name), f"{identity}/{name}", kernels, hooks)
 
     now = phase(trainer, "train")
-    num_params = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_params = _num_params(model)
     try:
         has_begun = now.resume()
         train = batcher.feed(checked_split(task, "train"))
@@ -211,25 +211,22 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
     """
     feed = trainer.batcher.feed(checked_split(task, "test"))
     test = trainer.evaluate(feed, is_test=True)
-    numbers, spec, protocol = trainer.numbers, task.spec, trainer.protocol
+    numbers = trainer.numbers
     if not math.isfinite(test.loss):
         raise DivergedError(numbers.best_step, "test loss")
     if not trainer.ranks.is_first:
         return None  # floors take time
     assert numbers.best is not None  # there is an evaluation after the last update
-    has_correct = spec.metric == "accuracy" and len(test.correct) <= _MOST_CORRECT
-    return Score(
-        metric=spec.metric,
-        value=test.value,
+    return score_of(
+        test,
+        feed,
+        trainer,
+        floors_of_groups(task),
         validation=numbers.best,
-        num_examples=len(feed.lengths),
-        num_effective=test.num_effective,
-        chance=spec.chance,
         floors=floors_of(task),
         references=references_of(task),
         best_step=numbers.best_step,
         num_steps=numbers.step,
-        num_params=sum(part.numel() for part in trainer.model.parameters() if part.requires_grad),
         train_flops=numbers.train_flops,
         train_s=numbers.train_s,
         compile_s=numbers.compile_s,
@@ -237,15 +234,36 @@ def _score_on_test(task: AbstractTask, trainer: Trainer) -> Score | None:
         eval_compile_s=numbers.eval_compile_s,
         tokens_per_s=numbers.tokens_per_s,
         curve=tuple(numbers.curve),
-        correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
-        breakdown=breakdown(test, feed.groups, spec.group_axes, spec.metric, floors_of_groups(task)),
-        settings=json.loads(json.dumps(asdict(protocol))),
         peak_bytes=numbers.peak_bytes,
         padding_frac=1.0 - numbers.num_tokens / numbers.num_positions,
-        pretrain=protocol.pretrain,
+        pretrain=trainer.protocol.pretrain,
         pretrain_s=numbers.pretrain_s,
         pretrain_flops=numbers.pretrain_flops,
     )
+
+
+def score_of(
+    test: Evaluation, feed: Feed, trainer: Trainer, group_floors: Mapping[int, Mapping[str, float]], **measured: Any
+) -> Score:
+    """Return the score of a model for what it gave on a test set; `measured` are fields that only its caller knows."""
+    spec = trainer.objective.spec
+    has_correct = spec.metric == "accuracy" and len(test.correct) <= _MOST_CORRECT
+    return Score(
+        metric=spec.metric,
+        value=test.value,
+        num_examples=len(feed.lengths),
+        num_effective=test.num_effective,
+        chance=spec.chance,
+        num_params=_num_params(trainer.model),
+        correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
+        breakdown=breakdown(test, feed.groups, spec.group_axes, spec.metric, group_floors),
+        settings=json.loads(json.dumps(asdict(trainer.protocol))),
+        **measured,
+    )
+
+
+def _num_params(model: nn.Module) -> int:
+    return sum(part.numel() for part in model.parameters() if part.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)

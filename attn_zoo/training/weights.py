@@ -21,7 +21,7 @@ from attn_zoo.tasks import AbstractTask
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.checkpoint import read_tensors, write_tensors
 from attn_zoo.training.objective import AbstractObjective, objective_for
-from attn_zoo.training.protocol import capabilities_of_both, resolve_protocol, weight_dtype
+from attn_zoo.training.protocol import capabilities_of_both, protocol_of, weight_dtype
 
 _KIND = "attn_zoo weights"
 
@@ -78,10 +78,9 @@ def load_trained(path: Path, data_dir: Path | None = None, *, device: str = "cpu
     cell = Cell.from_dict(json.loads(header["cell"]), f"{path}: cell")
     assert cell.task is not None
     assert cell.level is not None
-    assert cell.protocol is not None
     task: AbstractTask = tasks[cell.task](cell.level, data_dir=data_dir)
     config = make_config(ModelConfig, json.loads(header["model_config"]), str(path))
-    protocol = resolve_protocol(cell.protocol, task_settings=task.settings.get(cell.protocol), overrides=cell.overrides)
+    protocol = protocol_of(cell)
     objective = objective_for(task.spec, is_causal=cell.is_causal)
     batcher = Batcher(task.spec, protocol, capabilities_of_both(cell, protocol), device)
     model = objective.build_model(config)

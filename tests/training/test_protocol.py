@@ -9,6 +9,7 @@ import pytest
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.registry import tasks
 from attn_zoo.training import PROTOCOLS, resolve_protocol
+from attn_zoo.training.protocol import SCHEDULES, learning_rate
 
 
 def test_names_agree_and_nothing_can_be_changed():
@@ -50,7 +51,8 @@ def test_all_wrong_overrides_are_reported_with_near_matches():
         ({"dropout_p": 1.5}, "dropout_p: expected 0 <= dropout_p < 1; got 1.5"),
         ({"position": "rotary", "embed_dim": 6}, "position: rotary positions turn pairs of features; got head_dim = 3"),
         ({"betas": [0.9, 1.5]}, r"betas: expected two numbers from 0 to less than 1; got \[0.9, 1.5\]"),
-        ({"eps": -1.0}, "eps: expected 0 or more; got -1.0"),
+        ({"eps": -1.0}, "eps: expected more than 0; got -1.0"),
+        ({"eps": 0.0}, "eps: expected more than 0; got 0.0"),
     ],
 )
 def test_impossible_overrides_are_named(overrides, message):
@@ -104,3 +106,17 @@ def test_an_only_update_has_a_rate():
         with pytest.raises(ConfigError, match=f"schedule: expected another with num_steps = 1 than {schedule}"):
             resolve_protocol("cpu-small", overrides={**single, "schedule": schedule})
     resolve_protocol("cpu-small", overrides={**single, "schedule": "constant"})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("num_steps", "warmup_steps"), [(50, 10), (50, 1), (50, 0), (50, 50), (50, 51), (50, 300), (2, 0)]
+)
+def test_the_highest_rate_is_that_of_all_updates(schedule, num_steps, warmup_steps):
+    overrides = {"schedule": schedule, "num_steps": num_steps, "warmup_steps": warmup_steps}
+    protocol = resolve_protocol("cpu-small", overrides=overrides)
+    rates = [
+        learning_rate(schedule, step, base_lr=1e-3, warmup_steps=warmup_steps, num_steps=num_steps, embed_dim=64)
+        for step in range(1, num_steps + 1)
+    ]
+    assert protocol.peak_lr == max(rates)

@@ -44,6 +44,7 @@ from attn_zoo.registry import capabilities_of, tasks, variants
 
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask, TaskKind, TaskSpec
+    from attn_zoo.training.protocol import Protocol
 
 MAX_TRIALS = 256
 """More combinations than that are a search, not a grid."""
@@ -129,11 +130,13 @@ class Accuracy(AbstractKind):
                 own = _protocol_problems({}, group, where)  # values may be right under the task's settings, names not
                 problems += [problem for problem in own if problem[1].startswith("unknown ")]
                 continue
-            problems += _level_problems(task, levels, group.get("is_causal"), where)
+            problems += _level_problems(task, levels, group, where)
             problems += _protocol_problems(task.settings, group, where)
         return list(dict.fromkeys(problems))
 
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
+        from attn_zoo.training.protocol import protocol_of  # loads the backbone: only where it trains
+
         known = cache(partial(_known_of, data_dir=data_dir))  # it hashes files
         for member, task, level in itertools.product(members, group.task, group.level):
             data = known(task, level)
@@ -155,12 +158,15 @@ class Accuracy(AbstractKind):
                     protocol_version=TRAINING_VERSION,
                     **member,
                 )
-                first = replace(first, variant_digest=self.source_digest(first))
-                refusal = data.missing if data.spec is None else _refusal(first, data.spec) or data.missing
+                protocol = protocol_of(first)
+                # Equal cells must have equal keys, and 1 == 1.0 while their JSON differs: as the protocol has them.
+                values = {name: getattr(protocol, name) for name in overrides}
+                first = replace(first, overrides=values, variant_digest=self.source_digest(first))
+                refusal = data.missing if data.spec is None else _refusal(first, data.spec, protocol) or data.missing
                 for seed in group.seeds:
                     yield PlannedCell(
                         # A copy of its own for every cell, without tuples, as it comes back from a file.
-                        cell=replace(first, seed=seed, overrides=json.loads(json.dumps(overrides))),
+                        cell=replace(first, seed=seed, overrides=json.loads(json.dumps(values))),
                         refusal=refusal,
                         timeout_s=group.timeout_s,
                         keep_weights=group.keep_weights,
@@ -273,14 +279,11 @@ def _known_of(task: str, level: str, data_dir: Path | None) -> _Known:
         return _Known(spec=spec, missing=("data", reason or str(error)))
 
 
-def _refusal(cell: Cell, spec: TaskSpec) -> Refusal | None:
+def _refusal(cell: Cell, spec: TaskSpec, protocol: Protocol) -> Refusal | None:
     """Return what the variants of a training, or training itself, refuse."""
     from attn_zoo.training.batches import Batcher
-    from attn_zoo.training.protocol import capabilities_of_both, require, resolve_protocol
+    from attn_zoo.training.protocol import capabilities_of_both, require
 
-    assert cell.task is not None and cell.protocol is not None  # noqa: PT018  an accuracy cell has both
-    settings = tasks[cell.task].settings.get(cell.protocol)
-    protocol = resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
     try:
         # A multiple of a length, or a CLS vector, may need padding that the task has not.
         batcher = Batcher(spec, protocol, capabilities_of_both(cell, protocol), cell.device)
@@ -297,7 +300,12 @@ def _directions_of(kind: TaskKind) -> tuple[bool, ...]:
     return (kind == "causal_lm",)
 
 
-def _level_problems(task: type[AbstractTask], levels: list[str], is_causal: Any, where: str) -> Iterator[Problem]:
+def _level_problems(
+    task: type[AbstractTask], levels: list[str], group: Mapping[str, Any], where: str
+) -> Iterator[Problem]:
+    from attn_zoo.training.batches import POOLED_KINDS
+
+    is_causal = group.get("is_causal")
     for level in levels:
         try:
             kind = task(level).spec.kind  # makes no data
@@ -311,6 +319,10 @@ def _level_problems(task: type[AbstractTask], levels: list[str], is_causal: Any,
             if isinstance(wanted, bool) and wanted not in allowed:
                 text = f"expected {str(allowed[0]).lower()} or nothing, for {task.name} is of kind {kind}"
                 yield f"{where}.is_causal", f"{text}; got {str(wanted).lower()}"
+        for path, given in (("overrides", group.get("overrides")), ("grid", group.get("grid"))):
+            if kind not in POOLED_KINDS and isinstance(given, Mapping) and "pooling" in given:
+                text = f"expected nothing, for {task.name} is of kind {kind}, whose models pool nothing"
+                yield f"{where}.{path}.pooling", f"{text}; got {given['pooling']!r}"
 
 
 def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], where: str) -> list[Problem]:
@@ -341,7 +353,7 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
     ]:
         if isinstance(name, str) and name not in variants:
             problems.append((f"{where}.{path}.cross_variant", f"unknown variant {name!r}{suggestion(name, variants)}"))
-    batch_sizes: list[int] = []
+    trained: list[Protocol] = []  # of every combination
     wrong: list[Sequence[Problem]] = []  # of the overrides alone, then of each trial
     trials = combinations(axes) if axes else []
     for trial in [{}, *trials]:
@@ -354,8 +366,8 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
             wrong.append(error.problems)
             continue
         wrong.append(())
-        if trial or "batch_size" not in axes:
-            batch_sizes.append(resolved.batch_size)
+        if trial or not axes:
+            trained.append(resolved)
     # What is wrong with the overrides alone may be right beside a field that the grid sets.
     always = [
         problem
@@ -366,11 +378,23 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
     for key, text in (problem for of_trial in wrong[1:] for problem in of_trial if problem not in always):
         # A field may be wrong beside one that the grid sets; then it stands elsewhere.
         problems.append((f"{where}.grid.{key}", text) if key in axes else (f"{where}.grid", f"{key}: {text}"))
-    ranks, smallest = group.get("data_parallel", 1), min(batch_sizes, default=math.inf)
+    if not problems:
+        for path, given in (("overrides", overrides), ("grid", axes)):
+            problems += [(f"{where}.{path}.{name}", text) for name, text in _idle_problems(given, trained)]
+    ranks = group.get("data_parallel", 1)
+    smallest = min((each.batch_size for each in trained), default=math.inf)
     if isinstance(ranks, int) and ranks > smallest:
         text = f"expected at most batch_size, {smallest}, so that every process has an example; got {ranks}"
         problems.append((f"{where}.data_parallel", text))
     return problems
+
+
+def _idle_problems(given: Mapping[str, Any], trained: Sequence[Protocol]) -> Iterator[Problem]:
+    """Yield which fields of a pretraining are given though no combination pretrains: they would change keys alone."""
+    for name, needed in (("pretrain_steps", ("masked", "causal")), ("pretrain_mask_prob", ("masked",))):
+        if name in given and not any(each.pretrain in needed for each in trained):
+            got = ", ".join(sorted({repr(each.pretrain) for each in trained}))
+            yield name, f"expected pretrain = {' or '.join(map(repr, needed))} beside it; got {got}"
 
 
 class TrainingForecast(Forecast):

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, final
@@ -49,9 +48,8 @@ from attn_zoo.records import (
     Cell,
     Record,
     Replacement,
-    Score,
 )
-from attn_zoo.registry import capabilities_of, tasks, variants
+from attn_zoo.registry import capabilities_of, variants
 
 if TYPE_CHECKING:  # loads the backbone: only where it trains
     from attn_zoo.tasks import AbstractTask
@@ -65,17 +63,14 @@ NUM_EXAMPLES = 32
 NUM_WEIGHED = 4
 """Of these, whose weights are looked at: that takes as many calls as there are keys to a head's feature."""
 
-MAX_ITEMS = 100_000
-"""Of a test set whose single answers are kept, as of trainings."""
-
 
 class ReplacementGroup(TaskGroup):
     """Variants in the place of a trained model's own mechanism. Every combination of several values is a cell.
 
     Args:
         of: the mechanism that the model is trained with, with its default options: a registered name.
-        adapt_steps: updates that the model makes afterwards, under the same protocol with the warm-up shortened alike;
-            0 leaves it as it is.
+        adapt_steps: updates that the model makes afterwards, under the same protocol with the warm-up shortened alike
+            and the highest learning rate of the training; 0 leaves it as it is.
     """
 
     of: str
@@ -180,19 +175,22 @@ def _as_training(cell: Cell, **changes: Any) -> Cell:
 
 
 def _adapting(cell: Cell) -> Cell:
-    """Return the training that makes the updates after the exchange: the same protocol, so much shorter."""
-    from attn_zoo.training.protocol import resolve_protocol
+    """Return the training that makes the updates after the exchange: the same protocol, so much shorter.
 
-    assert cell.task is not None and cell.protocol is not None  # noqa: PT018  as every training has
-    settings = tasks[cell.task].settings.get(cell.protocol)
-    protocol = resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
-    changes = {
+    Its learning rate is at its highest that of the training: rsqrt and noam rise the higher, the shorter they warm up.
+    """
+    from attn_zoo.training.protocol import protocol_of
+
+    protocol = protocol_of(cell)
+    changes: dict[str, Any] = {
         "num_steps": cell.adapt_steps,
         # One at least, or the only update of `adapt_steps = 1` would be the last of the decay, at a rate of zero.
         "warmup_steps": max(1, round(protocol.warmup_steps * cell.adapt_steps / protocol.num_steps)),
         "eval_every": min(protocol.eval_every, cell.adapt_steps),
         "pretrain": "",
     }
+    # The quotient first: where it is one, as for the schedules that peak at base_lr, the rates keep every bit.
+    changes["base_lr"] = protocol.base_lr * (protocol.peak_lr / replace(protocol, **changes).peak_lr)
     return _as_training(cell, overrides={**cell.overrides, **changes})
 
 
@@ -264,12 +262,9 @@ def _before(path: Path, data_dir: Path | None, device: str) -> _Before:
 def _make_trainer(cell: Cell, task: AbstractTask) -> Trainer:
     """Return what scores a new model with the mechanism of a cell."""
     from attn_zoo.training.loop import make_trainer
-    from attn_zoo.training.protocol import resolve_protocol
+    from attn_zoo.training.protocol import protocol_of
 
-    assert cell.protocol is not None
-    settings = task.settings.get(cell.protocol)
-    protocol = resolve_protocol(cell.protocol, task_settings=settings, overrides=cell.overrides)
-    return make_trainer(cell, task.spec, replace(protocol, compile=False))[0]
+    return make_trainer(cell, task.spec, replace(protocol_of(cell), compile=False))[0]
 
 
 @final
@@ -286,21 +281,6 @@ class EqualWeights(AbstractAttention):
         if self.build.is_causal:
             return values.cumsum(2) / seen.cumsum(2).clamp(min=1)
         return (values.sum(2, keepdim=True) / seen.sum(2, keepdim=True).clamp(min=1)).expand_as(query)
-
-    def init_state(
-        self, batch_size: int, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, int]:
-        """Return a sum of no values, and their number."""
-        build = self.build
-        return torch.zeros(batch_size, build.num_kv_heads, 1, build.head_dim, device=device, dtype=dtype), 0
-
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, state: tuple[Tensor, int]
-    ) -> tuple[Tensor, tuple[Tensor, int]]:
-        """Return the mean of all values so far, and the state that holds their sum."""
-        del key
-        total, count = state[0] + value, state[1] + 1
-        return expand_kv_heads(total / count, query.shape[1]), (total, count)
 
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj", "out_proj")
@@ -356,30 +336,14 @@ def give_weights(trained: nn.Module, model: nn.Module, *, is_same: bool) -> int:
 
 def _scored(record: Record, before: _Before, trainer: Trainer) -> Record:
     """Return the record with what the model scores as it is."""
-    from attn_zoo.training.evaluation import breakdown
+    from attn_zoo.training.run import score_of
 
-    spec, cell = before.task.spec, record.cell
     with recording() as kernels:
         test, validation = trainer.evaluate(before.test, is_test=True), trainer.evaluate(before.validation)
-    has_correct = spec.metric == "accuracy" and len(test.correct) <= MAX_ITEMS
-    num_params = sum(part.numel() for part in trainer.model.parameters() if part.requires_grad)
-    score = Score(
-        metric=spec.metric,
-        value=test.value,
-        validation=validation.value,
-        num_examples=len(before.test.lengths),
-        num_effective=test.num_effective,
-        chance=spec.chance,
-        best_step=0,
-        num_steps=0,
-        num_params=num_params,
-        train_s=0.0,
-        correct="".join("1" if is_right else "0" for is_right in test.correct.tolist()) if has_correct else "",
-        breakdown=breakdown(test, before.test.groups, spec.group_axes, spec.metric, before.group_floors),
-        settings=json.loads(json.dumps(asdict(trainer.protocol))),
-    )
-    is_simulated = capabilities_of(cell.variant, cell.options).is_simulated
-    return replace(record, kernels=tuple(kernels), num_params=num_params, is_simulated=is_simulated, score=score)
+    measured = {"validation": validation.value, "best_step": 0, "num_steps": 0, "train_s": 0.0}
+    score = score_of(test, before.test, trainer, before.group_floors, **measured)
+    is_simulated = capabilities_of(record.cell.variant, record.cell.options).is_simulated
+    return replace(record, kernels=tuple(kernels), num_params=score.num_params, is_simulated=is_simulated, score=score)
 
 
 def _adapted(record: Record, before: _Before, order: WorkOrder) -> Record:

@@ -207,6 +207,30 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
             {"grid": {"cross_variant": ["full", "ful"]}},
             "accuracy[0].grid.cross_variant: unknown variant 'ful'; did you mean 'full'?",
         ),
+        (
+            {"overrides": {"pretrain_steps": 9}},
+            "accuracy[0].overrides.pretrain_steps: expected pretrain = 'masked' or 'causal' beside it; got ''",
+        ),
+        (
+            {"grid": {"pretrain_steps": [9, 10], "base_lr": [1e-3, 1e-2]}},
+            "accuracy[0].grid.pretrain_steps: expected pretrain = 'masked' or 'causal' beside it; got ''",
+        ),
+        (
+            {"overrides": {"num_heads": 3, "pretrain_steps": 9}, "grid": {"embed_dim": [48, 96]}},
+            "accuracy[0].overrides.pretrain_steps: expected pretrain = 'masked' or 'causal' beside it; got ''",
+        ),
+        (
+            {"overrides": {"pretrain_steps": 9, "pretrain_mask_prob": 0.5}, "grid": {"pretrain": ["", "causal"]}},
+            "accuracy[0].overrides.pretrain_mask_prob: expected pretrain = 'masked' beside it; got '', 'causal'",
+        ),
+        (
+            {"level": ["short", "recall"], "overrides": {"pooling": "cls"}},
+            "accuracy[0].overrides.pooling: expected nothing, for fake_task is of kind token_classification, whose mod",
+        ),
+        (
+            {"level": "copy", "grid": {"pooling": ["mean", "cls"]}},
+            "accuracy[0].grid.pooling: expected nothing, for fake_task is of kind seq2seq, whose models pool nothing",
+        ),
         ({"level": ["short", "shrt"]}, "accuracy[0].level: unknown level of fake_task 'shrt'; did you mean 'short'?"),
         (
             {"task": ["fake_task", "fake_tsk"]},
@@ -228,6 +252,33 @@ def test_mistakes_are_named_at_their_place(group, expected):
 def test_overrides_may_be_wrong_but_for_what_the_grid_sets():
     cells = training_plan(["fake_train_ok"], overrides={"num_heads": 3}, grid={"embed_dim": [48, 96]}).cells
     assert [item.cell.overrides for item in cells] == [{"num_heads": 3, "embed_dim": size} for size in (48, 96)]
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"overrides": {"pretrain_steps": 9}, "grid": {"pretrain": ["", "causal"]}},
+        {"overrides": {"pretrain_steps": 9, "pretrain_mask_prob": 0.5}, "grid": {"pretrain": ["", "masked"]}},
+        {"overrides": {"pretrain": "masked"}, "grid": {"pretrain_steps": [9], "pretrain_mask_prob": [0.1, 0.2]}},
+        {"grid": {"pooling": ["mean", "cls"]}},
+    ],
+)
+def test_what_one_combination_needs_may_be_said_for_all(group):
+    assert training_plan(["fake_train_ok"], **group).cells
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"overrides": {"weight_decay": 0}}, {"overrides": {"weight_decay": 0.0}}),
+        ({"grid": {"weight_decay": [0, 1]}}, {"grid": {"weight_decay": [0.0, 1.0]}}),
+        ({"grid": {"betas": [[0, 0.9], [0.5, 0]]}}, {"grid": {"betas": [[0.0, 0.9], [0.5, 0.0]]}}),
+    ],
+)
+def test_equal_values_give_equal_cells_whatever_their_type(one, other):
+    keys = [[item.cell.key for item in training_plan(["fake_train_ok"], **group).cells] for group in (one, other)]
+    assert keys[0] == keys[1]
+    assert len(set(keys[0])) == len(keys[0])
 
 
 def test_what_a_folder_stores_gives_the_same_cells():

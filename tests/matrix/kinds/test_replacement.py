@@ -26,7 +26,7 @@ from attn_zoo.records import REPLACEMENT_VERSION, Cell, Record
 from attn_zoo.registry import make_config, variants
 from attn_zoo.training.batches import Batcher
 from attn_zoo.training.objective import objective_for
-from attn_zoo.training.protocol import learning_rate, resolve_protocol
+from attn_zoo.training.protocol import SCHEDULES, learning_rate, protocol_of, resolve_protocol
 from attn_zoo.training.weights import load_trained
 from tests.matrix.conftest import TINY_TRAINING, run_cell
 from tests.training.toy_task import TINY, toy_task
@@ -104,6 +104,12 @@ def test_a_cell_says_all_that_decides_a_score():
     assert later.id == "linformer/replacement/toy/plain/cpu-small/for-full/adapt5/seed0"
     assert len({cell.key, later.key, replace(cell, replaces="bigbird").key}) == 3
     assert Cell.from_dict(json.loads(cell.to_json())) == cell
+
+
+def test_equal_overrides_give_equal_cells_whatever_their_type():
+    assert cells(["full"], overrides={"clip_norm": 1}) == cells(["full"], overrides={"clip_norm": 1.0})
+    (cell,) = cells(["full"], overrides={"clip_norm": 1})
+    assert json.dumps(cell.overrides) == '{"clip_norm": 1.0}'
 
 
 def test_either_mechanism_edited_makes_a_record_stale():
@@ -266,14 +272,6 @@ def test_equal_weights_by_hand(is_causal):
             torch.testing.assert_close(output[example, 1, row], expected)
 
 
-def test_equal_weights_decode():
-    build = BuildContext(embed_dim=8, num_heads=2, num_kv_heads=1, head_dim=4, max_seq_len=6, is_causal=True)
-    attention = EqualWeights(make_config(variants["full"].config, {}, "full"), build)
-    query, value = torch.randn(2, 2, 6, 4), torch.randn(2, 1, 6, 4)
-    output, _ = attention.prefill(query, value, value, attention.init_state(2))
-    torch.testing.assert_close(output, attention(query, value, value))
-
-
 def test_what_a_mechanism_has_to_learn_besides_is_as_drawn(weights):
     record = exchanged(weights, {"name": "linformer", "options": {"proj_len": 4}})
     assert record.replacement.num_new_params > 0
@@ -314,6 +312,24 @@ def test_updates_afterwards_bring_some_of_the_score_back(weights):
 
 def test_a_shorter_adaptation_warms_up_for_a_shorter_time(weights):
     assert exchanged(weights, WINDOW, adapt_steps=8).score.settings["warmup_steps"] == 1
+
+
+def rates_of(cell: Cell) -> list[float]:
+    """Return the learning rate of every update of a training."""
+    protocol = protocol_of(cell)
+    schedule = {name: getattr(protocol, name) for name in ("base_lr", "warmup_steps", "num_steps", "embed_dim")}
+    return [learning_rate(protocol.schedule, step, **schedule) for step in range(1, protocol.num_steps + 1)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(500, 100), (40, 1), (40, 40), (40, 0), (50, 80), (50, 300)])
+def test_an_adaptation_is_at_its_highest_at_the_rate_of_the_training(schedule, num_steps, warmup_steps):
+    overrides = {**TINY, "schedule": schedule, "num_steps": num_steps, "warmup_steps": warmup_steps}
+    for cell in cells([WINDOW], overrides=overrides, adapt_steps=[1, 2, 7, 10, 45, 600]):
+        adapting = replacement._adapting(cell)
+        assert max(rates_of(adapting)) == pytest.approx(max(rates_of(cell)), rel=1e-12), cell.id
+        if schedule not in ("rsqrt", "noam") and 0 < warmup_steps <= num_steps:
+            assert adapting.overrides["base_lr"] == TINY["base_lr"], "where the peak is the base rate, every bit stays"
 
 
 def test_a_single_update_is_at_a_rate_that_is_not_zero(weights):
