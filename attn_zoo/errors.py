@@ -66,7 +66,12 @@ def first_line(error: object) -> str:
     return lines[0] if lines else "(no message)"
 
 
-_HOST_SIGNS = ("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory")
+OVERFLOW_SIGNS = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
+"""One of them is in what torch says of a tensor whose size 64 bits cannot count: no memory holds it."""
+_HOST_SIGNS = (
+    *("DefaultCPUAllocator", "not enough memory", "std::bad_alloc", "Cannot allocate memory"),
+    *OVERFLOW_SIGNS,
+)
 DEVICE_MEMORY_SIGNS = (
     *("CUDA out of memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
@@ -79,6 +84,8 @@ def memory_lacked_by(error: BaseException) -> Literal["device", "host"] | None:
     """Return whose memory was not enough by what an exception is or says, or None if that is not what it says.
 
     >>> memory_lacked_by(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."))
+    'host'
+    >>> memory_lacked_by(RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 2]"))
     'host'
     """
     text = message_of(error, None)

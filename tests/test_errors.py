@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from attn_zoo.errors import (
     UnknownNameError,
     UnsupportedError,
     first_line,
+    memory_lacked_by,
     message_of,
     near_matches,
     suggestion,
@@ -33,6 +35,16 @@ def test_near_matches_ignore_case_and_keep_the_spelling():
     assert near_matches("LINFORMER", ["Linformer", "full"]) == ["Linformer"]
     assert suggestion("bigbrid", ["full", "bigbird"]) == "; did you mean 'bigbird'?"
     assert suggestion("zzzz", ["full"]) == ""
+
+
+@pytest.mark.parametrize("sizes", [(2**62, 2), (2**62,), (2**33, 2**33)])
+def test_a_tensor_whose_size_cannot_be_counted_lacks_memory(sizes):
+    """As torch says it today: in its storage, or already in the number of elements."""
+    one = torch.empty(1)
+    for make in (lambda: torch.empty(sizes), lambda: one.expand(sizes).contiguous()):
+        with pytest.raises(RuntimeError) as raised:
+            make()
+        assert memory_lacked_by(raised.value) == "host"
 
 
 @given(st.text(), st.lists(st.text(), max_size=8))

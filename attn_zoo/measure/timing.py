@@ -199,6 +199,18 @@ class Sampling:
         self._expected_s = max(self.spent_s / len(self._samples), 1e-9)
         gc.collect()
 
+    @property
+    def _processor_s(self) -> float | None:
+        """Seconds that a sample computed, over all threads; None where the stopwatch does not tell."""
+        seconds = [sample.cpu_s for sample in self._samples if sample.cpu_s is not None]
+        return quartiles(seconds)[1] if seconds else None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the samples so far have the flag `waiting`; on GPU never, where the host may well wait."""
+        processor_s = self._processor_s
+        return processor_s is not None and processor_s < WAITING_FRAC * quartiles([s.wall_s for s in self._samples])[1]
+
     def forget_warm_up(self) -> None:
         """Let a slow call that warm-up kept as a sample be warm-up, and take another sample in its place."""
         self._num_warmup += len(self._samples)
@@ -229,14 +241,13 @@ class Sampling:
         values = [1e3 * sample.wall_s / self._loops for sample in self._samples]
         summary = time_summary(values)
         median = summary["median_ms"]
-        processor = [1e3 * sample.cpu_s / self._loops for sample in self._samples if sample.cpu_s is not None]
-        processor_ms = quartiles(processor)[1] if processor else None
         if summary["q3_ms"] - summary["q1_ms"] > UNSTABLE_FRAC * median:
             flags.append("unstable")
         if max(abs(value - median) for value in values) > OUTLIER_FRAC * median:
             flags.append("outliers")
-        if processor_ms is not None and processor_ms < WAITING_FRAC * median:
+        if self.is_waiting:
             flags.append("waiting")
+        processor_s = self._processor_s
         return Timing(
             samples_ms=tuple(values),
             **summary,
@@ -244,7 +255,7 @@ class Sampling:
             num_warmup=self._num_warmup,
             inner_loops=self._loops,
             timer=self._watch.name,
-            process_cpu_ms=processor_ms,
+            process_cpu_ms=None if processor_s is None else 1e3 * processor_s / self._loops,
             num_discarded=self._num_discarded,
             flags=tuple(flags),
         )

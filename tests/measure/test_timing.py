@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from attn_zoo.measure.stopwatch import Sample
 from attn_zoo.measure.timing import MIN_WARMUP_CALLS, Sampling, quiet_collector, sample_in_turns
 from tests.measure.fake_clock import FakeCall, FakeClock
 
@@ -134,6 +135,22 @@ def test_outliers_and_waiting_are_flagged(clock):
     assert waiting.process_cpu_ms == pytest.approx(5.0)
     two_threads = Sampling(FakeCall(clock, [10.0], cpu_frac=2.0), stopwatch=clock.stopwatch()).run()
     assert two_threads.flags == ()
+
+
+def test_samples_say_that_they_waited_before_they_are_summed(clock):
+    """As the flag does, and never where the stopwatch cannot tell, as on a GPU."""
+    for cpu_frac, is_waiting in ((0.89, True), (0.91, False), (2.0, False)):
+        sampling = Sampling(FakeCall(clock, [10.0], cpu_frac), stopwatch=clock.stopwatch())
+        assert not sampling.is_waiting, "no samples"
+        assert sampling.run().flags == (("waiting",) if is_waiting else ())
+        assert sampling.is_waiting == is_waiting
+        sampling.discard()
+        assert not sampling.is_waiting
+    watch = clock.stopwatch()
+    taken = watch.take
+    watch.take = lambda *args, **how: [Sample(one.wall_s) for one in taken(*args, **how)]
+    untold = Sampling(FakeCall(clock, [10.0], cpu_frac=0.0), stopwatch=watch)
+    assert (untold.run().flags, untold.is_waiting) == ((), False)
 
 
 @pytest.mark.parametrize("cost_ms", [0.1, 10.0])

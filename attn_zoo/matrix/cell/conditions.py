@@ -20,8 +20,8 @@ SLOW_CLOCK_FRAC = 0.75
 SETTLING_S = 2.0
 """How long a process that has ended may take to leave the GPU, before it counts as another one there."""
 
-SHORTEST_S = 0.2
-"""Processor times move in steps of 10 ms: over less than this they say nothing."""
+STEP_S = 0.01
+"""Processor times move in such steps: on each processor, and again in the sums that programs and the kernel took."""
 
 
 def _busy_s() -> float:
@@ -67,7 +67,8 @@ class Conditions:
         others_s = (_busy_s() - self._all_s) - (time.process_time() - self._own_s)
         after = clocks(self.device)
         flags = []
-        if wall_s >= SHORTEST_S and others_s > BUSY_FRAC * wall_s * (os.cpu_count() or 1):
+        num_cpus = os.cpu_count() or 1
+        if others_s > max(BUSY_FRAC * wall_s * num_cpus, STEP_S * (num_cpus + 2)):  # in a short block: what can be told
             flags.append("loaded_host")
         if self._before is not None and after is not None:
             flags += self._gpu_flags(self._before, after)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from attn_zoo.errors import (
     DEVICE_MEMORY_SIGNS,
+    OVERFLOW_SIGNS,
     GateError,
     StoreError,
     UnsupportedError,
@@ -27,8 +28,12 @@ def _gibibytes(num_bytes: int) -> str:
 
 
 def _host_reason(error: BaseException, room_bytes: int | None) -> str:
-    asked = _ASKED.search(message_of(error, None))
-    what = f"an allocation of {_gibibytes(int(asked[1]))} failed" if asked else "an allocation failed"
+    text = message_of(error, None)
+    what = "an allocation failed"
+    if asked := _ASKED.search(text):
+        what = f"an allocation of {_gibibytes(int(asked[1]))} failed"
+    elif any(sign in text for sign in OVERFLOW_SIGNS):
+        what = "a tensor of more bytes than can be counted"
     had = f"; {_gibibytes(room_bytes)} were free when the cell began" if room_bytes is not None else ""
     return f"out of host memory: {what}{had}"
 

@@ -50,7 +50,7 @@ ONCE_PHASES = ("gate", "probe", "energy", "memory", "count")
 RETAKES = 2
 """How often disturbed samples are thrown away and taken again; the last ones stay, flagged."""
 
-RETAKEN_S = (0.1, 5.0)
+RETAKEN_S = (0.05, 5.0)
 """Seconds of samples that are taken again: fewer are over before a neighbour is gone, more are too dear."""
 
 
@@ -352,7 +352,8 @@ def measure_bundle(
             ledger.at(None)
         seconds = sum(trials[index].sampling.spent_s for index in order)
         is_worth_it = RETAKEN_S[0] <= seconds <= RETAKEN_S[1] and len(living()) == len(order)
-        if not (retakes_left and conditions.may_pass and is_worth_it):
+        is_disturbed = conditions.may_pass or any(trials[index].sampling.is_waiting for index in living())
+        if not (retakes_left and is_disturbed and is_worth_it):
             break
         for index in order:
             trials[index].sampling.discard()

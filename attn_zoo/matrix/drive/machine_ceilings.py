@@ -75,7 +75,7 @@ def note_ceilings(
     without a result.
     """
     subjects, is_told = subjects_of(items), False
-    if not subjects:
+    if not subjects or should_stop():
         return
 
     def should_give_up() -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import stat
 import threading
 import time
 from collections import Counter
@@ -84,11 +86,16 @@ class Session(Control):
         self.stopped: str | None = None
         self.new: list[Record] = []
 
-    def interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """First call: end after the running cell, or its grace. Second: at once."""
+    def interrupt(self, number: int, _frame: FrameType | None) -> None:
+        """First call: end after the running cell, or its grace. Second: at once, but for one more of a terminal's end.
+
+        That comes twice, from a shell that ends and from the system.
+        """
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self.stopped == "interrupted":
-            self._kill_at = now
+            self._kill_at = self._kill_at if number == signal.SIGHUP else now
             return
         self.stopped, self._kill_at = "interrupted", now + GRACE_S
         self._progress.say(
@@ -325,13 +332,27 @@ class Engine(Protocol):
         """Run all lanes, as long as `control` agrees."""
 
 
+def _leave_terminal(streams: Sequence[int] = (1, 2)) -> None:
+    """Let what is still said to a terminal that is gone go nowhere: writing to it fails, and would end the run."""
+    for stream in streams:
+        with suppress(OSError):  # closed
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
+
+
 @contextmanager
 def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Send Ctrl-C and a polite kill to `handler`; only the main thread may change that."""
+    """Send Ctrl-C, a polite kill and the end of a terminal to `handler`; only the main thread may change that.
+
+    What is ignored stays so: Ctrl-C by what a shell runs in the background, the end of a terminal by `nohup`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in heard}
     try:
         yield

@@ -175,6 +175,11 @@ class Untold(Exception):
             "oom_host",
             "out of host memory: an allocation of 1.0 MiB failed; 4.00 GiB were free when the cell began",
         ),
+        (
+            RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 2]"),
+            "oom_host",
+            "out of host memory: a tensor of more bytes than can be counted; 4.00 GiB were free when the cell began",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "oom_host", "out of host memory: an allocation failed"),
         (SystemExit(3), "error", "the variant called sys.exit(3)"),
         (RuntimeError("CUDA error: device-side assert triggered"), "error", "RuntimeError: CUDA error: device-side"),

@@ -147,7 +147,8 @@ def test_a_process_that_fails_is_a_message_and_the_run_goes_on(store, monkeypatc
 def test_ctrl_c_and_the_limit_end_it(store, monkeypatch):
     said: list[str] = []
     plan = tiny_plan(["fake_ok"])
-    note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: True)
+    asked_to_stop = iter([False])
+    note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: next(asked_to_stop, True))
     assert said[-1] == "no ceilings of cpu: stopped"
     monkeypatch.setattr(module, "LIMIT_S", 0.4)
     run_once(plan, store, said)
@@ -163,8 +164,14 @@ def test_who_waits_for_another_shard_says_so_and_hears_that_it_is_to_stop(store,
     assert said[0] == "another shard measures the ceilings of its machine; waiting for it ..."
     assert said[1].endswith("nothing new is measured")
     assert asked == []
-    note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: True)
+    note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: False)
     assert len(asked) == 1, "free"
+
+
+def test_where_the_run_is_over_nothing_is_begun_or_said(store, asked):
+    said: list[str] = []
+    note_ceilings(tiny_plan(["fake_ok"]).cells, store, MACHINE.digest, said.append, lambda: True)
+    assert (said, asked) == ([], [])
 
 
 def test_a_driver_that_waits_to_note_those_of_a_node_hears_ctrl_c(store, monkeypatch):

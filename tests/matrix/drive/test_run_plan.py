@@ -12,7 +12,7 @@ from attn_zoo.console import print_standing, print_summary
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
-from attn_zoo.matrix.drive.run_plan import Session, _signals, run, standing
+from attn_zoo.matrix.drive.run_plan import Session, _leave_terminal, _signals, run, standing
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -453,13 +453,47 @@ def test_what_the_driver_does_for_a_cell_does_not_grow_with_the_cells_that_wait(
 
 
 def test_a_signal_that_whoever_started_us_wants_ignored_stays_ignored():
-    """As a shell's `command &` does with Ctrl-C."""
+    """As a shell's `command &` does with Ctrl-C, and `nohup` with the end of the terminal."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with _signals(lambda number, _: heard.append(number)):
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGTERM]
+    for ignored in ((signal.SIGINT,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGHUP)):
+        heard.clear()
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+        try:
+            with _signals(lambda number, _: heard.append(number)):
+                for number in numbers:
+                    signal.raise_signal(number)
+        finally:
+            for number, old in before.items():
+                signal.signal(number, old)
+        assert heard == [number for number in numbers if number not in ignored]
+
+
+def test_a_terminal_that_ends_lets_the_running_cell_end(tmp_path):
+    """It is told twice: by the shell that ends, and by the system."""
+
+    def twice(item):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+
+    plan, before = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), signal.getsignal(signal.SIGHUP)
+    summary = run(plan, Store(tmp_path / "run"), engine=FakeEngine(before=twice))
+    assert (summary.new, len(summary.left), summary.exit_code) == (1, 2, 130)
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_what_is_said_to_a_terminal_that_is_gone_goes_nowhere(tmp_path):
+    master, terminal = os.openpty()
+    there = os.fstat(terminal)
+    _leave_terminal([terminal])
+    assert os.fstat(terminal).st_rdev == there.st_rdev, "it is still there"
+    os.close(master)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(terminal, b"x")
+    with (tmp_path / "log").open("wb") as log:
+        kept = os.fstat(log.fileno())
+        _leave_terminal([terminal, log.fileno()])
+        assert os.fstat(log.fileno()) == kept
+    assert os.write(terminal, b"x") == 1
+    os.close(terminal)
+    _leave_terminal([terminal])  # closed
