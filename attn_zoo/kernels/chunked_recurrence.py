@@ -30,15 +30,25 @@ def split_chunks(rows: Tensor, count: int, size: int) -> Tensor:
 def decay_in_chunk(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Return the decay that a chunk has seen by each position, and between each two.
 
+    Logarithms are summed from the start of the chunk and subtracted. After tokens that forget almost all, sums are in
+    the hundreds, and what float32 rounds off there is an error of every decay behind them. So sums are of float64, and
+    a difference is of their parts that float32 can tell, and of what these leave: two small errors, and no product or
+    `[C, C]` of float64.
+
     Args:
-        log_decay: log alpha, `[B, H, n, C]`, at most 0.
+        log_decay: log alpha, `[B, H, n, C]`, finite and at most 0.
 
     Returns:
-        log (alpha_1 .. alpha_t), `[B, H, n, C, 1]`, and alpha_{i+1} .. alpha_t, `[B, H, n, C, C]`, 0 for i > t.
+        alpha_1 .. alpha_t, `[B, H, n, C, 1]`, and alpha_{i+1} .. alpha_t, `[B, H, n, C, C]`, 0 for i > t. The last row
+        is what is left at the end of the chunk.
     """
-    since, size = log_decay.cumsum(-1)[..., None], log_decay.shape[-1]
+    size = log_decay.shape[-1]
+    since = log_decay.double().cumsum(-1)[..., None]
+    coarse = since.detach().to(log_decay.dtype)  # no gradient: the rest has all of it
+    rest = (since - coarse).to(log_decay.dtype)
     is_future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu(1)
-    return since, (since - since.mT).masked_fill(is_future, float("-inf")).exp()
+    between = (coarse - coarse.mT + (rest - rest.mT)).masked_fill(is_future, float("-inf")).exp()
+    return since.to(log_decay.dtype).exp(), between
 
 
 def memories(factor: Tensor, addition: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

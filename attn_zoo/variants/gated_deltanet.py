@@ -141,8 +141,8 @@ def gated_delta_rule(writes: Writes, memory: Tensor, *, chunk_len: int) -> tuple
         split_chunks(x, count, size)  # [B, H, n, C, ...]
         for x in (writes.query, writes.key, writes.value, writes.log_decay, writes.strength[..., None])
     )
-    since, between = decay_in_chunk(log_decay)  # log g, [B, H, n, C, 1], and G, [B, H, n, C, C]
-    so_far, to_end = since.exp(), (since[..., -1:, :] - since).exp()
+    so_far, between = decay_in_chunk(log_decay)  # g, [B, H, n, C, 1], and G, [B, H, n, C, C]
+    to_end = between[..., -1:, :].mT
     system = (strength * between * (key @ key.mT)).tril(-1)
     solved = torch.linalg.solve_triangular(
         system, strength * torch.cat([so_far * key, value], dim=-1), upper=False, unitriangular=True

@@ -129,14 +129,13 @@ def state_space_dual(inputs: Inputs, memory: Tensor, *, chunk_len: int) -> tuple
     count, size = chunk_sizes(length, chunk_len)
     # What fills up the last chunk has neither keys nor decay, so that it changes no memory.
     query, key = (split_chunks(x[:, None], count, size) for x in (inputs.query, inputs.key))  # [B, 1, n, C, N]
-    since, between = decay_in_chunk(split_chunks(inputs.log_decay.mT, count, size))  # [B, H, n, C, 1 or C]
+    so_far, between = decay_in_chunk(split_chunks(inputs.log_decay.mT, count, size))  # [B, H, n, C, 1 or C]
     written = split_chunks((inputs.step[..., None] * inputs.value).transpose(1, 2), count, size)  # [B, H, n, C, V]
-    to_end = (since[..., -1:, :] - since).exp()
-    addition = key.mT @ _side_by_side(to_end * written)  # [B, 1, n, N, H V]
-    kept = _side_by_side(since[..., -1:, :].exp().expand(-1, -1, -1, -1, width))  # [B, 1, n, 1, H V]
+    addition = key.mT @ _side_by_side(between[..., -1:, :].mT * written)  # [B, 1, n, N, H V]
+    kept = _side_by_side(so_far[..., -1:, :].expand(-1, -1, -1, -1, width))  # [B, 1, n, 1, H V]
     before, last = memories(kept, addition, memory)
     carried = (query @ before).view(-1, count, size, num_heads, width).permute(0, 3, 1, 2, 4)  # [B, H, n, C, V]
-    output = (query @ key.mT * between) @ written + since.exp() * carried
+    output = (query @ key.mT * between) @ written + so_far * carried
     return output.flatten(2, 3)[:, :, :length].transpose(1, 2), last
 
 

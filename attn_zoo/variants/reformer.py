@@ -379,11 +379,16 @@ def _see_each_other(place: Tensor, key_place: Tensor) -> Tensor:
 class _SoftmaxWithLSE(torch.autograd.Function):
     """Softmax over the last dimension and the log-sum-exp, which keeps the weights alone for both gradients."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(scores: Tensor) -> tuple[Tensor, Tensor]:
         weights = scores.softmax(-1)
-        ctx.save_for_backward(weights)
         return weights, scores.amax(-1) - weights.amax(-1).log()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG004
+        ctx.save_for_backward(output[0])
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor, grad_lse: Tensor) -> Tensor:

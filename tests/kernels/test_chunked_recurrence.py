@@ -29,12 +29,28 @@ def test_memories_are_those_of_one_step_after_another(count: int, kind: str):
 
 def test_decay_between_positions_is_a_product():
     alpha = torch.rand(1, 1, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    since, between = decay_in_chunk(alpha.log())
+    so_far, between = decay_in_chunk(alpha.log())
     for t in range(5):
-        torch.testing.assert_close(since[..., t, 0].exp(), alpha[..., : t + 1].prod(-1))
+        torch.testing.assert_close(so_far[..., t, 0], alpha[..., : t + 1].prod(-1))
         for i in range(5):
             expected = alpha[..., i + 1 : t + 1].prod(-1) if i <= t else torch.zeros(1, 1, 2, dtype=torch.float64)
             torch.testing.assert_close(between[..., t, i], expected)
+
+
+@pytest.mark.parametrize("strong", [20.0, 80.0, 1e4])
+def test_weak_decays_keep_their_digits_behind_strong_ones(strong: float):
+    """The sum of all logarithms is in the thousands, where float32 has three digits behind the point."""
+    generator = torch.Generator().manual_seed(0)
+    log_decay = -0.05 * torch.rand(1, 1, 1, 64, generator=generator)
+    log_decay[..., [*range(20), 40]] -= strong
+    log_decay[..., 60:] = 0.0  # padding
+    weights, results = torch.randn(1, 1, 1, 64, 64, generator=generator), []
+    for leaf in (log_decay.requires_grad_(), log_decay.detach().double().requires_grad_()):
+        between = decay_in_chunk(leaf)[1]
+        results.append((between, *torch.autograd.grad(between, leaf, weights.to(leaf))))
+    for found, exact in zip(*results, strict=True):
+        error = (found.double() - exact).abs().max() / exact.abs().max()
+        assert error < 4 * torch.finfo(torch.float32).eps
 
 
 def test_chunks_are_filled_up_with_zeros():

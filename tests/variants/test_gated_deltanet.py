@@ -116,3 +116,26 @@ def test_any_decay_and_strength_are_finite_and_right(log_decay: float, strength:
     for fast, slow in zip(*results, strict=True):
         assert fast.isfinite().all()
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strong", [20.0, 80.0])
+def test_what_follows_tokens_that_forget_keeps_its_digits(strong: float):
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = torch.randn(3, 1, 2, 90, 4, generator=generator)
+    log_decay, strength = torch.rand(2, 1, 2, 90, generator=generator)
+    log_decay = -0.05 * log_decay
+    log_decay[..., [*range(20), 40, 70]] -= strong
+    start, weights = torch.ones(1, 2, 4, 4), torch.randn(1, 2, 90, 4, generator=generator)
+
+    def run(is_fast: bool, dtype: torch.dtype) -> list[Tensor]:
+        given = (query, key / key.norm(dim=-1, keepdim=True), value, log_decay, strength)
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        writes, memory = Writes(*leaves), start.to(dtype)
+        output, last = gated_delta_rule(writes, memory, chunk_len=64) if is_fast else recur(writes, memory)
+        gradients = torch.autograd.grad((output * weights.to(dtype)).sum() + last.sum(), leaves)
+        return [x.detach().double() for x in (output, last, *gradients)]
+
+    exact, plain, fast = run(False, torch.float64), run(False, torch.float32), run(True, torch.float32)
+    for reference, by_steps, by_chunks in zip(exact, plain, fast, strict=True):
+        rounding = 4 * torch.finfo(torch.float32).eps * reference.abs().max()
+        assert (by_chunks - reference).abs().max() <= 2 * (by_steps - reference).abs().max() + rounding

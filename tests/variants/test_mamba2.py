@@ -94,3 +94,26 @@ def test_any_decay_is_finite_and_right(log_decay: float):
     for fast, slow in zip(*results, strict=True):
         assert fast.isfinite().all()
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strong", [20.0, 80.0])
+def test_what_follows_tokens_that_forget_keeps_its_digits(strong: float):
+    generator = torch.Generator().manual_seed(1)
+    value = torch.randn(1, 90, 2, 3, generator=generator)
+    key, query = torch.randn(2, 1, 90, 4, generator=generator)
+    step, log_decay = torch.rand(2, 1, 90, 2, generator=generator)
+    log_decay = -0.05 * log_decay
+    log_decay[:, [*range(20), 40, 70]] -= strong
+    start, weights = torch.ones(1, 1, 4, 6), torch.randn(1, 90, 2, 3, generator=generator)
+
+    def run(is_fast: bool, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (value, key, query, step, log_decay)]
+        inputs, memory = Inputs(*leaves), start.to(dtype)
+        output, last = state_space_dual(inputs, memory, chunk_len=64) if is_fast else recur(inputs, memory)
+        gradients = torch.autograd.grad((output * weights.to(dtype)).sum() + last.sum(), leaves)
+        return [x.detach().double() for x in (output, last, *gradients)]
+
+    exact, plain, fast = run(False, torch.float64), run(False, torch.float32), run(True, torch.float32)
+    for reference, by_steps, by_chunks in zip(exact, plain, fast, strict=True):
+        rounding = 4 * torch.finfo(torch.float32).eps * reference.abs().max()
+        assert (by_chunks - reference).abs().max() <= 2 * (by_steps - reference).abs().max() + rounding

@@ -343,6 +343,27 @@ def test_one_graph_with_the_same_numbers(is_causal: bool, has_padding: bool):
         torch.testing.assert_close(traced, plain, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_transforms_of_functions_agree_with_autograd(is_causal: bool):
+    mixer, entries = make(build={"is_causal": is_causal}), torch.stack([draw(13), draw(13, seed=1)])
+    weights = {name: parameter.detach() for name, parameter in mixer.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+        output: Tensor = torch.func.functional_call(mixer, weights, (hidden,))
+        return output.sin().sum()
+
+    gradients = torch.func.grad(loss, argnums=(0, 1))
+    of_all = torch.func.vmap(gradients, in_dims=(None, 0))(weights, entries)
+    for at, entry in enumerate(entries):
+        leaf = entry.clone().requires_grad_()
+        expected = torch.autograd.grad(mixer(leaf).sin().sum(), [*mixer.parameters(), leaf])
+        of_weights, of_hidden = gradients(weights, entry)
+        for gradient, each in zip([*of_weights.values(), of_hidden], expected, strict=True):
+            torch.testing.assert_close(gradient, each, rtol=0, atol=1e-12)
+        for gradient, each in zip([*of_all[0].values(), of_all[1]], expected, strict=True):
+            torch.testing.assert_close(gradient[at], each, rtol=0, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_one_graph_for_several_lengths():
     """Of whole chunks; those of other lengths share another one."""
