@@ -54,6 +54,18 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type of projections of `dtype`, which a state keeps: autocast's where it is on, but for float64.
+
+    Args:
+        dtype: of hidden states and weights.
+        device: of the weights.
+    """
+    if dtype == torch.float64 or not torch.is_autocast_enabled(device.type):
+        return dtype
+    return torch.get_autocast_dtype(device.type)
+
+
 class _Bound(nn.Module):
     """What both forms share: their config, their context, and the variant they belong to."""
 
@@ -401,7 +413,8 @@ class AbstractMixer(_Bound, ABC):
             context: `[B, S, E]`, in cross-attention.
             key_padding_mask: bool `[B, S]` of the context; refused where there is none.
             device: of the state.
-            dtype: of the hidden states to come; None means that of the parameters.
+            dtype: of the hidden states to come; None means that of the parameters. Keys and values are kept in the type
+                that their projections have: under autocast its own.
 
         Raises:
             UnsupportedError: the variant cannot decode step by step, or not with padding; a context was given to a

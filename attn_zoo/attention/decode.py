@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +49,54 @@ class KVCache:
         Raises:
             ValueError: shape, dtype or device is not that of the cache.
         """
-        for name, new in (("key", key), ("value", value)):
-            expected = (*self.key.shape[:2], key.shape[2], self.key.shape[3])
-            if tuple(new.shape) != expected:
-                raise ValueError(f"{name}: expected [B, G, n, D] = {list(expected)}; got {list(new.shape)}")
-            if (new.dtype, new.device) != (self.key.dtype, self.key.device):
-                raise ValueError(
-                    f"{name}: expected dtype and device of the cache ({self.key.dtype}, {self.key.device}); "
-                    f"got {new.dtype}, {new.device}: give them to init_state"
-                )
+        self.require_fitting(key, value)
         length, capacity = self.length + key.shape[2], self.key.shape[2]
         key_buffer, value_buffer, free_from = self.key, self.value, self._free_from
         if length > capacity or self._must_not_change(key, value) or not free_from.pop(self.length, False):
             capacity = capacity if length <= capacity else max(length, 2 * capacity)
-            room = [*self.key.shape[:2], capacity - self.length, self.key.shape[3]]
+            room = [*self.key.shape[:2], capacity - length, self.key.shape[3]]
             key_buffer, value_buffer = (
-                torch.cat([old[:, :, : self.length], old.new_zeros(room)], dim=2) for old in (self.key, self.value)
+                torch.cat([old[:, :, : self.length], new, old.new_zeros(room)], dim=2)
+                for old, new in ((self.key, key), (self.value, value))
             )
             free_from = {}
-        key_buffer[:, :, self.length : length] = key
-        value_buffer[:, :, self.length : length] = value
+        else:
+            # A backward of queries may still read what stands in front, and that stays as it is: through `.data` torch
+            # does not count the writing as a change.
+            key_buffer.data[:, :, self.length : length] = key
+            value_buffer.data[:, :, self.length : length] = value
         free_from[length] = True
         return KVCache(key_buffer, value_buffer, length, free_from)
 
+    def require_fitting(self, key: Tensor, value: Tensor) -> None:
+        """Raise `ValueError` unless `[B, G, n, D]` more positions have shape, dtype and device of the cache."""
+        batch_size, num_kv_heads, _, head_dim = self.key.shape
+        dtype, device = self.key.dtype, self.key.device
+        expected = (batch_size, num_kv_heads, key.shape[2], head_dim)
+        for name, new in (("key", key), ("value", value)):
+            if new.shape != expected:
+                raise ValueError(f"{name}: expected [B, G, n, D] = {list(expected)}; got {list(new.shape)}")
+            if new.dtype != dtype or new.device != device:
+                raise ValueError(
+                    f"{name}: expected dtype and device of the cache ({dtype}, {device}); "
+                    f"got {new.dtype}, {new.device}: give them to init_state"
+                )
+
     def _must_not_change(self, key: Tensor, value: Tensor) -> bool:
-        """Whether a backward may read the buffers, or inference mode, which is over, has made them."""
+        """Whether derivatives pass through the buffers, or inference mode, which is over, has made them."""
         if self.key.requires_grad or self.value.requires_grad:
             return True
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             return True
+        if torch._C._are_functorch_transforms_active():
+            return True
         if torch.compiler.is_compiling():  # it knows of no inference mode
             return False
-        return self.key.is_inference() and not torch.is_inference_mode_enabled()
+        if torch.is_inference_mode_enabled():
+            return False
+        if self.key.is_inference():
+            return True
+        return unpack_dual(key).tangent is not None or unpack_dual(value).tangent is not None
 
     @property
     def keys(self) -> Tensor:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, evaluating
+from attn_zoo.attention.contract import AbstractAttention, AbstractMixer, evaluating, product_dtype
 from attn_zoo.attention.masks import finite_padding
-from attn_zoo.attention.rotary import rotate
-from attn_zoo.errors import ConfigError
+from attn_zoo.attention.rotary import require_pairs, rotate
 from attn_zoo.metadata import Request
 
 
@@ -49,10 +48,8 @@ class MultiHeadMixer(AbstractMixer):
     def __init__(self, attention: AbstractAttention) -> None:
         super().__init__(attention.config, attention.build)
         build = attention.build
-        if build.position == "rotary" and build.head_dim % 2:
-            raise ConfigError(
-                "BuildContext", [("head_dim", f"expected an even number for rotary positions; got {build.head_dim}")]
-            )
+        if build.position == "rotary":
+            require_pairs(build.head_dim)
         self.attention = attention
         self.query_proj = nn.Linear(build.embed_dim, build.num_heads * build.head_dim)
         self.key_proj = nn.Linear(build.embed_dim, build.num_kv_heads * build.head_dim)
@@ -121,7 +118,8 @@ class MultiHeadMixer(AbstractMixer):
         Any variant that can attend across can decode across: one query at a time needs no state but the context's
         keys and values.
         """
-        dtype = self.key_proj.weight.dtype if dtype is None else dtype
+        weight = self.key_proj.weight
+        dtype = product_dtype(dtype or weight.dtype, weight.device)
         if not self.build.is_cross:
             if key_padding_mask is not None or context is not None:
                 self._require_state(key_padding_mask, context)

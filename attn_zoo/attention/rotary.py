@@ -8,6 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_zoo.errors import ConfigError
+
+
+def require_pairs(head_dim: int) -> None:
+    """Raise `ConfigError` unless D = `head_dim` features are pairs, which `rotate` turns."""
+    if head_dim % 2:
+        message = f"expected an even number for rotary positions; got {head_dim}"
+        raise ConfigError("BuildContext", [("head_dim", message)])
+
 
 def rotate(heads: Tensor, first_position: int = 0, base: float = 10_000.0) -> Tensor:
     """Return `[B, H, L, D]` rotated for positions first_position .. first_position + L - 1.

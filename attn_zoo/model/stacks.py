@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_zoo.attention.build import build_mixer
-from attn_zoo.attention.contract import AbstractMixer, Mixed
+from attn_zoo.attention.contract import AbstractMixer, Mixed, product_dtype
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.metadata import Request
 from attn_zoo.model.config import LEAKY_NORM, ModelConfig, NormKind
@@ -330,10 +330,7 @@ class Decoder(_Stack):
             UnsupportedError: the variant cannot decode step by step.
         """
         weight = self.embedding.token.weight
-        dtype, device_type = weight.dtype, weight.device.type
-        if dtype == torch.float32 and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-        like = weight.new_empty(batch_size, 0, dtype=dtype)
+        like = weight.new_empty(batch_size, 0, dtype=product_dtype(weight.dtype, weight.device))
         return DecoderState(
             tuple(block.init_state(like, context, context_padding_mask) for block in _each(self.blocks))
         )

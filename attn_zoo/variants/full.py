@@ -37,7 +37,8 @@ class FullConfig(VariantConfig):
             `attn_zoo.kernels.exact.backends`); `"math"` is the equation as written, with dense scores; the others are
             kernels of torch, and of xformers. For padding on a GPU, in bfloat16: `"unmasked"` counts it and takes it
             out of what a kernel without a mask gives; `"varlen"` is torch's flash kernel on keys packed without it.
-            A named kernel runs or is refused: nothing takes its place.
+            A named kernel runs or is refused: nothing takes its place. Torch's kernels have no second derivatives;
+            `"math"` has, as has the reference.
     """
 
     backend: Backend = "auto"

@@ -178,6 +178,7 @@ class LocalWindowAttention(AbstractAttention):
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, state: Any) -> tuple[Tensor, KVCache]:
         """Attend from one new position to the window before it and to itself, O(B H W D)."""
+        state.require_fitting(key, value)
         kept = min(state.length, self.config.window_size)
         past = (x[:, :, state.length - kept : state.length] for x in (state.key, state.value))
         keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (key, value), strict=True))
@@ -192,6 +193,7 @@ class LocalWindowAttention(AbstractAttention):
         """Attend from new positions to the window before each, by the blocks of `forward`."""
         if state is None:
             state = self.init_state(query.shape[0], device=query.device, dtype=query.dtype)
+        state.require_fitting(key, value)
         past = min(state.length, self.config.window_size)
         keys, values = (
             torch.cat([old[:, :, state.length - past : state.length], new], dim=2)

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from attn_zoo.attention import AbstractMixer, BuildContext
+from attn_zoo.attention.contract import product_dtype
 from attn_zoo.attention.decode import KVCache
 from attn_zoo.attention.masks import blank_padding, masked_softmax, score_bias
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.attention.rotary import rotate
+from attn_zoo.attention.rotary import require_pairs, rotate
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention, block_sparse_attention_with_lse
 from attn_zoo.kernels.blocks.call import Backend, merge_attention
 from attn_zoo.kernels.blocks.choices import FixedBlocksLayout, attend_to_choices, best_choices, num_tiles_of, tile_of
@@ -461,6 +462,8 @@ class Nsa(AbstractMixer):
 
     def __init__(self, config: NsaConfig, build: BuildContext) -> None:
         super().__init__(config, build)
+        if build.position == "rotary":
+            require_pairs(build.head_dim)
         width, kv_width = build.num_heads * build.head_dim, build.num_kv_heads * build.head_dim
         self.query_proj = nn.Linear(build.embed_dim, width, bias=False)
         self.key_proj = nn.Linear(build.embed_dim, 3 * kv_width, bias=False)
@@ -607,7 +610,8 @@ class Nsa(AbstractMixer):
     ) -> NsaState:
         """Return empty caches."""
         self._require_state(key_padding_mask, context)
-        dtype = dtype or self.query_proj.weight.dtype
+        weight = self.key_proj.weight
+        dtype = product_dtype(dtype or weight.dtype, weight.device)
         selected, compressed, window = (
             KVCache.empty(batch_size, self.build.num_kv_heads, self.build.head_dim, device=device, dtype=dtype)
             for _ in range(3)

@@ -21,8 +21,7 @@ from torch.nn.functional import layer_norm, silu
 
 from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.attention.masks import blank_padding, causal_keep
-from attn_zoo.attention.rotary import rotate
-from attn_zoo.errors import ConfigError
+from attn_zoo.attention.rotary import require_pairs, rotate
 from attn_zoo.kernels.chunked_sums import chunked_sums, chunked_sums_flops
 from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
@@ -174,8 +173,7 @@ class Retention(AbstractMixer):
 
     def __init__(self, config: RetentionConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        if build.head_dim % 2:
-            raise ConfigError("BuildContext", [("head_dim", f"expected an even number; got {build.head_dim}")])
+        require_pairs(build.head_dim)
         width = build.num_heads * build.head_dim
         wide = width * config.value_factor
         self.query_proj = nn.Linear(build.embed_dim, width, bias=False)

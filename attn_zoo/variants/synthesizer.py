@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, relu
 
 from attn_zoo.attention import AbstractMixer, BuildContext
+from attn_zoo.attention.contract import product_dtype
 from attn_zoo.attention.masks import finite_padding, keep_mask, masked_softmax
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -370,8 +371,8 @@ class Synthesizer(AbstractMixer):
     ) -> SynthesizerState:
         """Return the values, and keys, of no position."""
         self._require_state(key_padding_mask, context)
-        sizes = batch_size, self.build.num_heads, 0, self.build.head_dim
-        value = torch.empty(sizes, device=device, dtype=dtype or self.out_proj.weight.dtype)
+        sizes, weight = (batch_size, self.build.num_heads, 0, self.build.head_dim), self.value_proj.weight
+        value = torch.empty(sizes, device=device, dtype=product_dtype(dtype or weight.dtype, weight.device))
         return SynthesizerState(value, None if self.key_proj is None else value.clone())
 
     def step(self, hidden: Tensor, state: SynthesizerState) -> tuple[Tensor, SynthesizerState]:

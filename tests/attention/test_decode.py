@@ -10,8 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from attn_zoo import BuildContext, build_mixer, list_variants
+from attn_zoo.attention import AbstractMixer
 from attn_zoo.attention.decode import KVCache, state_bytes
+from attn_zoo.registry import variants
+
+DECODING = [name for name in list_variants(causal=True) if variants[name].capabilities.decode != "none"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12))
@@ -131,3 +137,103 @@ def test_a_cache_made_in_inference_mode_goes_on_outside():
         for _ in range(3):
             cache = cache.append(one, one)
     assert cache.append(2 * one, one).keys.flatten().tolist() == [1, 1, 1, 2]
+
+
+def test_a_backward_that_reads_keys_which_need_none_goes_on_after_more_were_put_in():
+    tokens, queries = torch.randn(6, 1, 1, 1, 3), torch.randn(6, 1, 1, 1, 3, requires_grad=True)
+    cache, total = KVCache.empty(1, 1, 3), torch.zeros(())
+    buffers = set()
+    for token, query in zip(tokens, queries, strict=True):
+        cache = cache.append(token, token)
+        total = total + (query @ cache.keys.mT).sum()
+        buffers.add(cache.key.data_ptr())
+    with torch.no_grad():
+        cache.append(tokens[0], tokens[0])
+    (grad,) = torch.autograd.grad(total, queries)
+    torch.testing.assert_close(grad, tokens.cumsum(0))
+    assert len(buffers) == 4  # of capacity 1, 2, 4 and 8: nothing was copied for the sake of the backward
+
+
+def test_tangents_and_transforms_reach_what_is_kept():
+    tokens, tangents = torch.randn(2, 6, 1, 1, 1, 3, dtype=torch.float64)
+
+    def decode(tokens: Tensor) -> Tensor:
+        cache, total = KVCache.empty(1, 1, 3, dtype=tokens.dtype), torch.zeros((), dtype=tokens.dtype)
+        for token in tokens:
+            cache = cache.append(token, token)
+            total = total + (cache.keys * cache.values).sum()
+        return total
+
+    expected = (torch.func.grad(decode)(tokens) * tangents).sum()
+    torch.testing.assert_close(torch.func.jvp(decode, (tokens,), (tangents,))[1], expected)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(decode(forward_ad.make_dual(tokens, tangents))).tangent
+    torch.testing.assert_close(found, expected)
+    both = torch.stack([tokens, tangents])
+    torch.testing.assert_close(torch.vmap(decode)(both), torch.stack([decode(each) for each in both]))
+
+
+def _decode(mixer: AbstractMixer, hidden: Tensor, num_at_once: int) -> Tensor:
+    """Read some positions at once and the others one by one, from a state without a dtype where there are none."""
+    outputs = []
+    if num_at_once:
+        output, state = mixer.prefill(hidden[:, :num_at_once])
+        outputs.append(output)
+    else:
+        state = mixer.init_state(len(hidden))
+    for at in range(num_at_once, hidden.shape[1]):
+        output, state = mixer.step(hidden[:, at : at + 1], state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1)
+
+
+def _mixer(name: str) -> AbstractMixer:
+    torch.manual_seed(0)
+    options = next(iter(variants[name].config.check_options()), {})
+    return build_mixer(name, BuildContext(embed_dim=16, num_heads=2, max_seq_len=64, is_causal=True), **options).eval()
+
+
+@pytest.mark.parametrize("part", ["query_proj", "mechanism"])
+@pytest.mark.parametrize("num_at_once", [0, 13])
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_has_the_gradient_of_the_forward_where_keys_and_values_need_none(name, num_at_once, part):
+    mixer = _mixer(name).double()
+    given = [each for path, each in mixer.named_parameters() if path.startswith(("key_proj.", "value_proj."))]
+    if part == "query_proj":
+        given = [each for path, each in mixer.named_parameters() if not path.startswith("query_proj.")]
+    for each in given:
+        each.requires_grad_(False)
+    wanted = [each for each in mixer.parameters() if each.requires_grad]
+    if not wanted:
+        pytest.skip("it projects no queries")
+    hidden, weight = torch.randn(2, 2, 40, 16, dtype=torch.float64)
+    grads = [
+        torch.autograd.grad((output * weight).sum(), wanted, allow_unused=True)
+        for output in (mixer(hidden), _decode(mixer, hidden, num_at_once))
+    ]
+    for expected, found in zip(*grads, strict=True):
+        if expected is not None or found is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("num_at_once", [0, 1, 13])
+@pytest.mark.parametrize("name", DECODING)
+def test_under_autocast_a_state_needs_no_dtype(name, num_at_once):
+    mixer, hidden = _mixer(name), torch.randn(2, 40, 16)
+    with torch.no_grad():
+        exact = mixer(hidden)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole, found = mixer(hidden), _decode(mixer, hidden, num_at_once)
+    torch.testing.assert_close(found.float(), whole.float(), rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("name", [name for name in DECODING if variants[name].capabilities.decode == "kv_cache"])
+def test_under_autocast_keys_and_values_are_kept_in_its_type(name):
+    mixer, hidden = _mixer(name), torch.randn(2, 40, 16)
+    with torch.no_grad():
+        _, state = mixer.prefill(hidden)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, small = mixer.prefill(hidden)
+            _, same = mixer.double().prefill(hidden.double())
+    assert state_bytes(small) < 0.7 * state_bytes(state)  # means of blocks stay in float32
+    assert state_bytes(same) == 2 * state_bytes(state)

@@ -316,3 +316,11 @@ def test_no_batch_entry_sees_another():
     for at in range(B):
         alone = attention(*(x[at : at + 1] for x in (query, key, value)))
         torch.testing.assert_close(alone, whole[at : at + 1])
+
+
+def test_the_equation_as_written_has_second_derivatives():
+    build = BuildContext(embed_dim=8, num_heads=2, max_seq_len=8, is_causal=True)
+    attention = build_attention("full", build, backend="math")
+    heads = [torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradgradcheck(attention, heads)
+    assert torch.autograd.gradgradcheck(attention.reference, heads)

@@ -168,3 +168,17 @@ def test_a_step_in_float16_scales_before_it_multiplies():
     query, _, value = (100 * x[:, :, :1].sign().half() for x in draw(1))  # q . q = 100^2 D is beyond 65504
     row, _ = module.step(query, query, value, module.init_state(BATCH, dtype=torch.float16))
     assert torch.equal(row, value)
+
+
+@pytest.mark.parametrize("length", [1, 20, 300])
+def test_tokens_of_another_dtype_than_the_state_are_refused(length):
+    attention = build_attention(
+        "local_window", BuildContext(embed_dim=16, num_heads=2, max_seq_len=400, is_causal=True), window_size=5
+    )
+    tokens = torch.randn(1, 2, length, 8, dtype=torch.bfloat16)
+    message = "key: expected dtype and device of the cache .torch.float32, cpu.; got torch.bfloat16"
+    with pytest.raises(ValueError, match=message):
+        attention.prefill(tokens, tokens, tokens, attention.init_state(1))
+    one = tokens[:, :, :1]
+    with pytest.raises(ValueError, match=message):
+        attention.step(one, one, one, attention.init_state(1))

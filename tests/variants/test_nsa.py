@@ -365,3 +365,10 @@ def test_what_follows_changes_no_choice_where_weights_are_sharp(dtype: torch.dty
     for length in (400, 807, 1111):
         found = mixer.route(hidden[:, :length])
         assert torch.equal(found, whole[:, :, :length, : found.shape[-1]])
+
+
+def test_rotary_needs_pairs_of_features():
+    build: dict[str, Any] = {"embed_dim": 12, "num_heads": 2, "head_dim": 3, "max_seq_len": 64, "is_causal": True}
+    with pytest.raises(ConfigError, match="head_dim: expected an even number for rotary positions; got 3"):
+        build_mixer("nsa", BuildContext(**build, position="rotary"))
+    build_mixer("nsa", BuildContext(**build))
