@@ -139,13 +139,14 @@ def _cpu_growth(run: _Run, is_backward_alone: bool) -> tuple[int, Tensor, int]:
     return peak, output, saved_bytes
 
 
-def _cpu_rise(update: Callable[[], object]) -> int:
-    """Return how far tensor memory rises in an update above its state before.
+def _cpu_rise(update: Callable[[], object], settle: Callable[[], object]) -> int:
+    """Return how far tensor memory rises in an update above its state before; `settle` runs between two of them.
 
     The profiler does not see the release of what was allocated before it began, such as gradients. So it watches two.
     """
     with profiler.profile(use_cpu=True, profile_memory=True) as profile:
         update()
+        settle()
         _mark()
         update()
     start = peak = 0
@@ -269,12 +270,13 @@ def memory_of_update(
     update: Callable[[], object],
     held: Callable[[], Sequence[Tensor]],
     *,
+    settle: Callable[[], object] = lambda: None,
     device: torch.device | str = "cpu",
 ) -> Memory:
     """Measure the memory of a call that changes in place what is `held` between calls, such as a training step.
 
     It runs once before, so that what it keeps between two calls (gradients, averages) is there already; that run is
-    watched for what its graph saves.
+    watched for what its graph saves. `settle` runs before every call and is no part of it.
 
     * `input_bytes`: storages of what is held: weights, gradients, the optimiser's averages, data.
     * `peak_bytes`: `input_bytes` plus the most that tensor memory rose above its state before the call.
@@ -292,10 +294,13 @@ def memory_of_update(
         update()
         return torch.empty(0), 0
 
+    settle()
     with SavedTensors() as saved:
         update()
+    settle()
     process_bytes = _process_growth(run, False) if device.type == "cpu" else None
-    growth = _cuda_growth(run, False, device)[0] if device.type == "cuda" else _cpu_rise(update)
+    settle()
+    growth = _cuda_growth(run, False, device)[0] if device.type == "cuda" else _cpu_rise(update, settle)
     held_bytes = sum(_storages(held()).values())
     return Memory(
         peak_bytes=held_bytes + growth,

@@ -139,6 +139,21 @@ def test_an_update_is_weighed_with_all_that_it_holds():
     assert units(memory) == {"peak": 4, "extra": 2, "saved": None, "input": 2, "output": None}, "no backward, no number"
 
 
+def test_every_update_that_is_measured_begins_from_where_it_is_settled():
+    """Whatever settling takes is no part of it, and how often it is called is nobody's concern."""
+    box: list[Tensor] = []
+
+    def settle() -> None:
+        torch.rand(5, N, N)
+        box[:] = [torch.zeros(N, N)]
+
+    def update() -> None:
+        box.append(torch.zeros(len(box), N, N))  # ever larger
+
+    memory = memory_of_update(update, lambda: box, settle=settle)
+    assert units(memory) == {"peak": 3, "extra": 1, "saved": None, "input": 2, "output": None}
+
+
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_what_an_update_saves_is_counted_when_its_backward_begins(x: Tensor, is_compiled: bool) -> None:
     """exp saves its result, and the product its first operand; what was freed before is not counted with it."""

@@ -357,7 +357,10 @@ class DecodeWorkload(AbstractReadWorkload):
         steps.settle()
         size = state_bytes(steps.state)
         found = memory_of_update(
-            steps, lambda: [*self._module.parameters(), *state_tensors(steps.state)], device=self._cell.device
+            steps,
+            lambda: [*self._module.parameters(), *state_tensors(steps.state)],
+            settle=steps.settle,
+            device=self._cell.device,
         )
         return replace(found, state_bytes=size, saved_bytes=None)
 

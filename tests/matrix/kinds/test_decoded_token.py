@@ -176,6 +176,14 @@ def test_a_prefill_becomes_a_record(name):
     assert Record.from_dict(record.to_dict()) == record
 
 
+def test_memory_is_that_of_the_token_after_those_of_the_cell():
+    """Of 5 tokens the buffer has room for 8: more than one step after them would make it grow."""
+    five, six = (DecodeWorkload(cell, None).memory() for cell in cells(["full"], seq_len=[5, 6]))
+    assert five.extra_bytes is not None
+    assert six.extra_bytes is not None
+    assert five.extra_bytes <= six.extra_bytes
+
+
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 65, 130])
 def test_a_prompt_of_any_length_is_read_and_checked_to_its_last_row(broken, seq_len):
     class WrongAtTheEnd(Exact):
