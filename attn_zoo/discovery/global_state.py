@@ -112,7 +112,7 @@ def _write_variables(value: dict[str, str]) -> None:
 
 
 def _read_handlers() -> dict[str, Any]:
-    return {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", "SIGTERM")}
+    return {name: signal.getsignal(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP")}
 
 
 def _write_handlers(value: dict[str, Any]) -> None:

@@ -352,8 +352,9 @@ def measure_bundle(
             ledger.at(None)
         seconds = sum(trials[index].sampling.spent_s for index in order)
         is_worth_it = RETAKEN_S[0] <= seconds <= RETAKEN_S[1] and len(living()) == len(order)
-        is_disturbed = conditions.may_pass or any(trials[index].sampling.is_waiting for index in living())
-        if not (retakes_left and is_disturbed and is_worth_it):
+        if not (retakes_left and is_worth_it):
+            break
+        if not (conditions.may_pass or any(trials[index].sampling.is_waiting for index in order)):
             break
         for index in order:
             trials[index].sampling.discard()

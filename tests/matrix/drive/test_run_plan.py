@@ -458,7 +458,9 @@ def test_a_signal_that_whoever_started_us_wants_ignored_stays_ignored():
     heard: list[int] = []
     for ignored in ((signal.SIGINT,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGHUP)):
         heard.clear()
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+        # Those that started the tests may want some ignored too.
+        wanted = {number: signal.SIG_IGN if number in ignored else signal.SIG_DFL for number in numbers}
+        before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
         try:
             with _signals(lambda number, _: heard.append(number)):
                 for number in numbers:
@@ -476,10 +478,13 @@ def test_a_terminal_that_ends_lets_the_running_cell_end(tmp_path):
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
 
-    plan, before = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), signal.getsignal(signal.SIGHUP)
-    summary = run(plan, Store(tmp_path / "run"), engine=FakeEngine(before=twice))
+    plan, before = tiny_plan(["fake_ok"], seq_len=[16, 32, 64]), signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        summary = run(plan, Store(tmp_path / "run"), engine=FakeEngine(before=twice))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert (summary.new, len(summary.left), summary.exit_code) == (1, 2, 130)
-    assert signal.getsignal(signal.SIGHUP) is before
 
 
 def test_what_is_said_to_a_terminal_that_is_gone_goes_nowhere(tmp_path):
