@@ -8,11 +8,10 @@ cells, and unchanged code gets a false verdict in one of a hundred, of five proc
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,22 +20,13 @@ from typing import Any
 import pandas as pd
 
 from attn_zoo.errors import ConfigError, UnknownNameError, counted
-from attn_zoo.records import Cell, Environment, Score
-from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, make_error_groups
-from attn_zoo.report.analysis.floor import TWO_SIDED
-from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.records import Cell, Environment
+from attn_zoo.report.analysis.approximation_errors import ErrorGroup, make_error_groups
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, read_results
-from attn_zoo.report.analysis.scores import (
-    LEAST_SEEDS,
-    AccuracyGroup,
-    Difference,
-    LabelScore,
-    make_accuracy_groups,
-    pair,
-)
+from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.timed_cells import MATCH, SIDE, setting_of, side_of, timed_cells
-from attn_zoo.report.compare_errors import compare_errors
+from attn_zoo.report.compare_seeds import ERROR_MATCH, SCORE_MATCH, compare_errors, compare_scores
 from attn_zoo.report.tables.comparison_tables import (
     RATIO,
     SAME_WITHIN,
@@ -105,31 +95,10 @@ class Comparison:
     def worse(self) -> list[str]:
         """What b does worse by more than the limit whatever the noise was, one sentence each, and what it lost."""
         said = []
-        timed = plain_rows(self.times)
-        for row, setting in zip(timed, settings_apart(timed), strict=True):
-            name = " ".join(str(row[key]) for key in ("label", "pass") if row[key])
-            name += f" L{row['seq_len']}" if row["seq_len"] else ""
-            name += f" ({setting})" if setting else ""
-            if row["verdict"] == "failed in b":
-                said.append(f"{name}: {row['why']}")
-            if row["verdict"] == "slower" and row["ratio_low"] > 1 + self.limit:
-                said.append(f"{name}: {RATIO.show(row)} times the time")
-            if (row["memory_ratio"] or 0.0) > 1 + self.limit:
-                said.append(f"{name}: {human_number(row['memory_ratio'])} times the memory")
-        for row, setting in zip(self.errors, settings_apart(self.errors), strict=True):
-            name = f"{row['label']} on {row['inputs']} inputs L{row['seq_len']}" + (f" ({setting})" if setting else "")
-            if lost := _lost_words(row, "an error"):
-                said.append(f"{name}: {lost}")
-            if row["verdict"] == "worse" and row["ratio_low"] > 1 + self.limit:
-                said.append(f"{name}: {RATIO.show(row)} times the error")
-        for row, setting in zip(self.scores, settings_apart(self.scores), strict=True):
-            name = f"{row['label']} on {row['task']}" + (f" ({setting})" if setting else "")
-            if lost := _lost_words(row, "a score"):
-                said.append(f"{name}: {lost}")
-            if row["verdict"] == "worse" and row["loss_low"] > self.limit:
-                metric = Metric(row["metric"])
-                before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
-                said.append(f"{name}: {after} after {before}")
+        for rows in (plain_rows(self.times), self.errors, self.scores):
+            for row, setting in zip(rows, settings_apart(rows), strict=True):
+                name = _cell_name(row) + (f" ({setting})" if setting else "")
+                said += [f"{name}: {words}" for words in _losses(row, self.limit)]
         return said
 
     @property
@@ -158,7 +127,7 @@ class Comparison:
         return [_worst(table, rows, most) for table, rows in every if rows]
 
     def _why_nothing(self) -> str:
-        every = (plain_rows(self.times), MATCH), (self.errors, _ERROR_MATCH), (self.scores, _SCORE_MATCH)
+        every = (plain_rows(self.times), MATCH), (self.errors, ERROR_MATCH), (self.scores, SCORE_MATCH)
         why = next((text for rows, names in every if (text := _why_apart(rows, names))), "")
         examples = [_example([row for rows, _ in every for row in rows if row["verdict"] == alone]) for alone in _ALONE]
         text = f"expected two runs with cells in common; the first has {examples[0]}, the second {examples[1]}"
@@ -233,11 +202,30 @@ def _worst(table: Callable[[Sequence[Row]], Table], rows: Sequence[Row], most: i
     return replace(found, notes=(said, *found.notes))
 
 
-def _lost_words(row: Row, what: str) -> str:
-    """Return what b has lost; empty for nothing."""
+def _cell_name(row: Row) -> str:
+    """Return which cell a row is of, but for its setting."""
+    if "task" in row:
+        return f"{row['label']} on {row['task']}"
+    what = f"on {row['inputs']} inputs" if "inputs" in row else row["pass"]
+    return " ".join(filter(None, (row["label"], what, f"L{row['seq_len']}" if row["seq_len"] else "")))
+
+
+def _losses(row: Row, limit: float) -> Iterator[str]:
+    """Yield what b does worse in a cell by more than a limit, and what it lost."""
+    of = "a score" if "task" in row else "an error" if "inputs" in row else "a time"
+    number = of.partition(" ")[2]
     if row["verdict"] == "failed in b":
-        return f"no {what.partition(' ')[2]} any more"
-    return f"{counted(row['num_lost'], 'seed')} failed that had {what}" if row["num_lost"] else ""
+        yield row.get("why") or f"no {number} any more"
+    elif row.get("num_lost"):
+        yield f"{counted(row['num_lost'], 'seed')} failed that had {of}"
+    if row["verdict"] in {"slower", "worse"} and (row.get("ratio_low") or 0.0) > 1 + limit:
+        yield f"{RATIO.show(row)} times the {number}"
+    if (row.get("memory_ratio") or 0.0) > 1 + limit:
+        yield f"{human_number(row['memory_ratio'])} times the memory"
+    if row["verdict"] == "worse" and (row.get("loss_low") or 0.0) > limit:
+        metric = Metric(row["metric"])
+        before, after = (metric.show(row[f"score_{end}"]) for end in "ab")
+        yield f"{after} after {before}"
 
 
 def _severity(row: Row) -> tuple[int, float]:
@@ -276,10 +264,9 @@ def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), li
         text = f"the two runs differ in environment ({differences}); allow that to compare anyway (--allow environment)"
         raise ConfigError("compare", [("", text)])
     first, second = sides
-    scores = _compare_scores(first.groups, second.groups, allowed, limit)
     return Comparison(
         times=_compare_times(first, second, allowed, limit),
-        scores=tuple(scores),
+        scores=tuple(compare_scores(first.groups, second.groups, allowed, limit)),
         errors=tuple(compare_errors(first.errors, second.errors, allowed, limit)),
         limit=limit,
         warnings=tuple(dict.fromkeys((*first.warnings, *second.warnings))),
@@ -414,93 +401,6 @@ def _is_within(ratio: Ratio, share: float) -> bool:
     return ratio.low >= 1 / (1 + share) and ratio.high <= 1 + share
 
 
-_ERROR_MATCH = ("label", "inputs", "seq_len", *GROUP_FIELDS)
-
-_SCORE_MATCH = (
-    *("label", "start", "task", "level", "protocol", "overrides", "tuned", "is_causal", "dtype", "device", "threads"),
-    *("data_parallel", "protocol_version", "data_digest", "replaces", "adapt_steps"),
-)
-
-
-def _compare_scores(
-    a: Sequence[AccuracyGroup], b: Sequence[AccuracyGroup], allowed: set[str], limit: float
-) -> list[dict[str, Any]]:
-    def identity(group: AccuracyGroup) -> Any:
-        return replace(group.setting, protocol_version=0) if "protocol" in allowed else group.setting
-
-    def by_mechanism(groups: Sequence[AccuracyGroup]) -> dict[Any, tuple[LabelScore, AccuracyGroup]]:
-        """Of a variant whose source changed meanwhile, the latest with a score counts."""
-        every = ((score, group) for group in groups for score in group.scores)
-        found = grouped(every, lambda each: (identity(each[1]), *_mechanism(each[0])))
-        return {key: max(same, key=lambda each: _age(each[0])) for key, same in found.items()}
-
-    sides = by_mechanism(a), by_mechanism(b)
-    rows = []
-    for key in dict.fromkeys([*sides[0], *sides[1]]):
-        known, group = sides[1].get(key) or sides[0][key]
-        first, second = (side[key][0] if key in side else None for side in sides)
-        if not any(score is not None and score.mean is not None for score in (first, second)):
-            continue
-        found = pair(second.runs, first.runs) if first is not None and second is not None else None
-        before, after = (one.mean_beside(other) if one else None for one, other in ((first, second), (second, first)))
-        row = {name: getattr(group.setting, name) for name in _SCORE_MATCH if name not in {"label", "start"}}
-        rows.append(
-            row
-            | {"label": known.label, "start": group.words_of(known.start), "metric": group.metric.name}
-            | {"score_a": before, "score_b": after}
-            | interval_values("difference", *((found.mean, found.low, found.high) if found else (None, None, None)))
-            | {"num_paired": found.num_paired if found else 0, "loss_low": _least_loss(before, found, group.metric)}
-            | {"num_lost": len(first.scored_seeds & second.failed_seeds) if first and second else 0}
-            | {"verdict": _score_verdict(first, second, found, group, limit)}
-        )
-    return rows
-
-
-def _mechanism(score: LabelScore) -> tuple[str, str, str]:
-    """Return what must agree before two scores may be compared, beside their setting: a label says less, or more."""
-    cell = score.runs[0].cell
-    return cell.variant, json.dumps(cell.options, sort_keys=True), score.start
-
-
-def _age(score: LabelScore) -> tuple[bool, str]:
-    return score.mean is not None, max(run.record.started for run in score.runs)
-
-
-def _least_loss(before: float | None, found: Difference | None, metric: Metric) -> float | None:
-    """Return the share of its score that b lost at least, as far as the interval knows; negative for a gain."""
-    if not before or found is None or found.low is None or found.high is None:
-        return None
-    return min(metric.gain(0.0, found.low), metric.gain(0.0, found.high)) / abs(before)
-
-
-def _score_verdict(
-    first: LabelScore | None, second: LabelScore | None, found: Difference | None, group: AccuracyGroup, limit: float
-) -> str:
-    if first is None or second is None:
-        return "only in a" if second is None else "only in b"
-    if first.mean is None:
-        return "failed in a" if first.failed_seeds else "only in b"
-    if second.mean is None:
-        return "failed in b" if second.failed_seeds else "only in a"
-    if _scored(first) == _scored(second):  # a run beside itself, however few its seeds
-        return "same"
-    if found is None or found.num_paired < LEAST_SEEDS:
-        return "cannot say"
-    if not found.is_settled:
-        return "same" if _most_apart(found) <= limit * abs(first.mean) else "cannot say"
-    return "better" if group.metric.gain(found.mean, 0.0) > 0 else "worse"
-
-
-def _most_apart(found: Difference) -> float:
-    """Return the largest difference that neither seeds nor the size of the test set exclude."""
-    ends = [end for end in (found.low, found.high) if end is not None]
-    return max(map(abs, (*ends, abs(found.mean) + TWO_SIDED * (found.size_error or 0.0))))
-
-
-def _scored(score: LabelScore) -> list[tuple[int, Score | None]]:
-    return sorted(((run.seed, run.score) for run in score.runs), key=lambda pair: pair[0])
-
-
 def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     """Return the fields of which no value occurs on both sides, with their values; else those of the nearest pair."""
     sides = [[row for row in rows if row["verdict"] == alone] for alone in _ALONE]
@@ -523,20 +423,18 @@ def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     return ", ".join(found[:4])
 
 
-def _example(rows: Sequence[Mapping[str, Any]]) -> str:
+def _example(rows: Sequence[Row]) -> str:
     if not rows:
         return "none that was measured"
     row = rows[0]
-    if "task" in row:
-        return f"{len(rows)}, such as {row['label']} on {row['task']} by {row['protocol']}"
-    if "inputs" in row:
-        return f"{len(rows)}, such as {row['label']} on {row['inputs']} inputs L{row['seq_len']} {row['dtype']}"
-    return f"{len(rows)}, such as {row['label']} {row['pass']} L{row['seq_len']} {row['dtype']} on {row['device']}"
+    how = f"by {row['protocol']}" if "task" in row else row["dtype"]
+    where = f" on {row['device']}" if "pass" in row else ""
+    return f"{len(rows)}, such as {_cell_name(row)} {how}{where}"
 
 
 def _environment_differences(a: _Side, b: _Side) -> str:
-    """Return the names of the fields that differ, or an empty string."""
-    if a.used == b.used:
+    """Return the names of the fields that differ; an empty string where both have cells of one machine."""
+    if a.used & b.used or a.used == b.used:
         return ""
     known = [[side.environments[digest] for digest in sorted(side.used & {*side.environments})] for side in (a, b)]
     if not all(known):

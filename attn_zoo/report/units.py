@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 TIMES = "\u00d7"  # multiplication sign
@@ -65,8 +65,7 @@ class Units:
     def interval(self, value: float, low: float, high: float) -> str:
         """Return a value and its interval, all in the unit of the value."""
         size, _ = self._step(value)
-        first, last = (human_number(each / size) for each in (low, high))
-        return f"{self(value)} [{first}, {last}]"
+        return with_ends(self(value), low, high, lambda end: human_number(end / size))
 
     def fixed(self, values: Iterable[float | None], least: float = _LEAST) -> Units:
         """Return the one unit that suits all of these values best, for a column of them.
@@ -162,7 +161,16 @@ def ratio(value: float) -> str:
 
 def ratio_interval(value: float, low: float, high: float) -> str:
     """Return a factor with its interval."""
-    return f"{ratio(value)} [{human_number(low)}, {human_number(high)}]"
+    return with_ends(ratio(value), low, high, human_number)
+
+
+def with_ends(text: str, low: float | None, high: float | None, show: Callable[[float], str]) -> str:
+    """Return a number with its interval behind it, where that is known.
+
+    >>> with_ends("12 %", 0.11, 0.125, "{:.2f}".format), with_ends("12 %", None, None, str)
+    ('12 % [0.11, 0.12]', '12 %')
+    """
+    return text if low is None or high is None else f"{text} [{show(low)}, {show(high)}]"
 
 
 def capital(text: str) -> str:

@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS
 from attn_zoo.report.analysis.efficiency import pass_flops
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, make_accuracy_groups
-from attn_zoo.report.units import human_flops, human_ms
+from attn_zoo.report.units import human_flop_rate, human_ms
 
 ABOVE_MEASURED = 1.25
 """How far a rate may lie above the ceiling that the run measured, which a busy host measures too low; the one on a data
@@ -147,7 +147,7 @@ def _limits(subject: _Subject) -> Found:
         sheet, measured = roof.sheet_flops_per_s, ABOVE_MEASURED * roof.matmul_flops_per_s
         whose = "what a matrix product reached, and a quarter more" if sheet is None else "the data sheet"
         if rate > (limit := measured if sheet is None else sheet):
-            yield cell.id, f"{human_flops(rate)}/s is above {whose} ({human_flops(limit)}/s)"
+            yield cell.id, f"{human_flop_rate(rate)} is above {whose} ({human_flop_rate(limit)})"
 
 
 def _gate(subject: _Subject) -> Found:
@@ -169,7 +169,7 @@ def _budgets(subject: _Subject) -> Found:
     # A mechanism that was put into a model brings what it brings.
     for group in (group for group in subject.groups if not group.setting.replaces):
         for score in group.scores:
-            if score.has_other_size and score.params_excess is not None:
+            if score.other_size and score.params_excess is not None:
                 more = "more" if score.params_excess > 0 else "fewer"
                 text = f"{100 * abs(score.params_excess):.2f} % {more} parameters than {group.baseline}"
                 yield f"{score.name} on {group.title}", text

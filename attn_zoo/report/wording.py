@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_zoo.errors import counted
 from attn_zoo.records import PASSES, Ceilings, Environment, Record
-from attn_zoo.report.units import human_bandwidth, human_flops, slug
+from attn_zoo.report.units import human_bandwidth, human_flop_rate, slug
 
 PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
 
@@ -228,10 +228,10 @@ def outcome(status: str) -> Outcome:
 def ceilings_words(ceilings: Ceilings) -> str:
     """Return the figures as half a sentence, with what makes them doubtful."""
     said = (
-        f"matrix products {human_flops(ceilings.matmul_flops_per_s)}/s in {ceilings.dtype}, "
+        f"matrix products {human_flop_rate(ceilings.matmul_flops_per_s)} in {ceilings.dtype}, "
         f"copies {human_bandwidth(ceilings.copy_bytes_per_s)}"
     )
-    sheet = [f"{human_flops(ceilings.sheet_flops_per_s)}/s"] if ceilings.sheet_flops_per_s else []
+    sheet = [human_flop_rate(ceilings.sheet_flops_per_s)] if ceilings.sheet_flops_per_s else []
     sheet += [human_bandwidth(ceilings.peak_bytes_per_s)] if ceilings.peak_bytes_per_s else []
     if sheet:
         said += f" (data sheet {', '.join(sheet)})"
@@ -242,9 +242,3 @@ def ceilings_words(ceilings: Ceilings) -> str:
 def one_seed(number: int) -> str:
     """Return what stands behind a mean over so many seeds, of which one has no interval; empty for more."""
     return " (one seed)" if number == 1 else ""
-
-
-def failure_words(statuses: Iterable[str], num_runs: int) -> str:
-    """Return what became of runs without a score, such as `diverged 1 of 3`: all runs are counted."""
-    counts = Counter(outcome(status).word for status in statuses)
-    return ", ".join(f"{word} {count} of {num_runs}" for word, count in sorted(counts.items()))

@@ -23,7 +23,8 @@ from attn_zoo.records import (
     Status,
     Timing,
 )
-from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.figures.all_figures import Picture, draw_pictures
 
 MACHINE = Environment(
@@ -319,3 +320,14 @@ def write_run(
     for record in records:
         (cells / f"{record.cell.key}.json").write_text(record.to_json(), encoding="utf-8")
     return path
+
+
+def analysed(path: Path, records: Iterable[Record], **run: Any) -> Analysis:
+    """Return the analysis of these records, written into a results folder below `path`."""
+    return analyse([write_run(path / "run", records, **run)])
+
+
+def group(path: Path, records: Iterable[Record]) -> tuple[AccuracyGroup, dict[str, Any]]:
+    """Return the only group of these trainings, and its scores by name."""
+    (found,) = analysed(path, records).accuracy
+    return found, {score.name: score for score in found.scores}

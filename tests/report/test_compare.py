@@ -216,6 +216,18 @@ def test_another_environment_is_refused_unless_allowed(tmp_path):
     assert compare(a, b, allow=["environment"]).times.iloc[0]["verdict"] == "faster"
 
 
+def test_a_machine_in_common_is_enough_whichever_else_there_is(tmp_path):
+    """Their digests have no order that means anything."""
+    others = [replace(MACHINE, cpu=f"CPU {index}") for index in range(8)]
+    assert {other.digest < MACHINE.digest for other in others} == {True, False}
+    b = write_run(tmp_path / "b", [timed("v", 512, 10.0)])
+    for index, other in enumerate(others):
+        records = [timed("v", 512, 10.0), replace(timed("v", 1024, 10.0), environment=other.digest)]
+        machines = {one.digest: one.to_dict() for one in (MACHINE, other)}
+        a = write_run(tmp_path / f"a{index}", records, environments=machines)
+        assert compare(a, b).times.set_index("seq_len")["verdict"].to_dict() == {512: "same", 1024: "only in a"}
+
+
 def test_another_commit_on_the_same_machine_is_fine(tmp_path):
     newer = replace(MACHINE, commit="ffff", is_dirty=True)
     a = write_run(tmp_path / "a", [scaling("v", 512, 10.0)])
@@ -268,6 +280,9 @@ def test_runs_without_a_common_cell_are_an_error_that_shows_one_of_each(tmp_path
     failed = write_run(tmp_path / "c", [scaling("w", 512, status="timeout", reason="60 s")])
     with pytest.raises(ConfigError, match="the second none that was measured"):
         compare_table(a, failed)
+    nameless = [write_run(tmp_path / name, [scaling(name, 512, 10.0, pass_=None)]) for name in ("x", "y")]
+    with pytest.raises(ConfigError, match=r"first has 1, such as x L512 float32 on cpu, the second 1, such as y L512"):
+        compare_table(*nameless)
 
 
 def test_unchanged_code_is_not_faster_in_runs_of_one_process(tmp_path):

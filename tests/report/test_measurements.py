@@ -10,7 +10,7 @@ from attn_zoo.report.export import COLUMNS
 from attn_zoo.report.measurements import CALLS, COSTS
 from attn_zoo.report.tables.score_tables import cost_table
 from attn_zoo.report.tables.time_tables import measurement_table
-from tests.report.synthetic import accuracy, scaling, write_run
+from tests.report.synthetic import accuracy, analysed, scaling, write_run
 
 PARTS = {
     "record": Record,
@@ -42,7 +42,7 @@ def test_a_number_is_shown_by_its_entry_alone(tmp_path):
     timing = replace(record.timing, graph_ms=0.25)
     calls = [replace(record, timing=timing, memory=replace(record.memory, saved_bytes=3 * 2**20))]
     costs = [accuracy("full", 0, 0.3, score={"peak_bytes": 5 * 2**20})]
-    analysis = analyse([write_run(tmp_path / "run", [*calls, *costs])])
+    analysis = analysed(tmp_path, [*calls, *costs])
     table = measurement_table(analysis)
     shown = dict(zip((column.heading for column in table.columns), table.texts()[0], strict=True))
     assert (shown["from a graph"], shown["saved"]) == ("250 µs", "3 MiB")
@@ -62,5 +62,5 @@ def test_several_records_give_the_most_or_the_mean(tmp_path):
     (point,) = analyse(runs).panels[0].series[0].points
     assert (point.memory.peak_bytes, point.record.flops, point.num_processes) == (300, 300, 2)
     costs = [accuracy("full", seed, 0.3, score={"train_s": 10.0 + seed, "peak_bytes": 7 + seed}) for seed in (0, 1)]
-    (score,) = analyse([write_run(tmp_path / "run", costs)]).accuracy[0].scores
+    (score,) = analysed(tmp_path, costs).accuracy[0].scores
     assert (score.costs["train_s"], score.costs["train_peak_bytes"]) == (10.5, 8)

@@ -31,7 +31,19 @@ from attn_zoo.report.tables.time_tables import length_table, measurement_table, 
 from attn_zoo.report.units import TIMES
 from attn_zoo.statistics.medians import time_summary
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import CLAIMS, accuracy, costed, pictures_of, roof, scaling, timing, trained, write_run, zoo
+from tests.report.synthetic import (
+    CLAIMS,
+    accuracy,
+    analysed,
+    costed,
+    pictures_of,
+    roof,
+    scaling,
+    timing,
+    trained,
+    write_run,
+    zoo,
+)
 
 LENGTHS = [512 * 2**power for power in range(8)]
 HOST_MS = 0.7
@@ -135,7 +147,7 @@ def test_a_finished_run_says_nothing_of_it_and_an_older_one_that_nobody_knows(tm
     assert completeness(analyse([part])) == "Shard 3 of 3 has not run here."
     rest = write_run(tmp_path / "rest", [], planned=[], shards=[["quick", 3, 3]])
     assert "hard" not in completeness(analyse([part, rest])), "read together they are all of them"
-    old = analyse([write_run(tmp_path / "old", [*records, scaling("bigbird", 512)])])
+    old = analysed(tmp_path / "old", [*records, scaling("bigbird", 512)])
     assert completeness(old).startswith("4 cells; how many were planned is not known; no record, where others")
     assert "bigbird forward at 1k" in completeness(old)
     assert row_of(length_table(old.panels[0], "time"), "bigbird")[2:] == ["no record", "no record"]
@@ -145,15 +157,15 @@ def test_a_finished_run_says_nothing_of_it_and_an_older_one_that_nobody_knows(tm
 def test_trainings_that_were_not_run_are_counted_and_no_row_is_lost(tmp_path):
     records, left = trained(seeds=(0, 1)), [accuracy(variant, 2, 0.1).cell for variant in ("full", "bigbird")]
     planned = pack_cells([*(record.cell for record in records), *left])
-    analysis = analyse([write_run(tmp_path / "run", records, planned=planned)])
+    analysis = analysed(tmp_path, records, planned=planned)
     assert completeness(analysis).startswith("6 of 8 cells; left: ")
     (group,) = analysis.accuracy
-    assert {score.name: score.failed for score in group.scores}["full"] == "not run 1 of 3"
+    assert {score.name: score.trial.failed for score in group.scores}["full"] == "not run 1 of 3"
     assert all(score.mean is not None for score in group.scores)
 
 
 def test_a_curve_that_waits_for_the_host_has_no_exponent_and_its_crossing_says_so(tmp_path):
-    analysis = analyse([write_run(tmp_path / "run", launch_bound())])
+    analysis = analysed(tmp_path, launch_bound())
     (panel,) = analysis.panels
     growth = panel.time["linformer"]
     assert (growth.exponent, growth.verdict) == (None, "too few lengths")
@@ -183,21 +195,21 @@ def test_the_longest_lengths_are_the_gpus_where_they_lie_on_one_line_however_slo
     lengths = [1024 * 2**power for power in range(len(calls_ms))]
     records = [on_gpu("linformer", n, ms, host_ms=0.0) for n, ms in zip(lengths, calls_ms, strict=True)]
     records += [on_gpu("full", n, 5e-9 * n**2, host_ms=0.2) for n in lengths]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     (panel,) = analysis.panels
     waiting = {series.label: max(series.waiting) for series in panel.series}
     assert waiting == {"full": 4096, "linformer": 131_072}
     assert panel.time["linformer"].verdict == "linear"
     assert "calls wait for the host: full at least up to 4k, linformer at least up to 128k" in headline(analysis)
     assert "by single calls the fastest is" in headline(analysis)
-    short = analyse([write_run(tmp_path / "short", records[:10])]).panels[0]
+    short = analysed(tmp_path / "short", records[:10]).panels[0]
     assert max(short.series[0].waiting) == lengths[9], "two lengths lie on any line"
 
 
 def test_device_time_is_what_is_fitted_compared_and_held_against_the_roof(tmp_path):
     records = [costed(one, flops=10**6 * (one.cell.seq_len or 0), min_bytes=10**3) for one in launch_bound(graph=True)]
     ceilings = [roof(device="cuda", dtype="bfloat16", matmul_flops_per_s=1e13)]
-    analysis = analyse([write_run(tmp_path / "run", records, ceilings=ceilings)])
+    analysis = analysed(tmp_path, records, ceilings=ceilings)
     (panel,) = analysis.panels
     growth = panel.time["linformer"]
     assert growth.exponent is not None
@@ -223,7 +235,7 @@ def test_a_call_whose_launch_was_hidden_does_not_wait_for_the_host(tmp_path, hos
     record = on_gpu("full", 512, 0.005, graph=True, host_ms=0.012)
     assert record.timing is not None
     record = replace(record, timing=replace(record.timing, host_ms=host_ms))
-    (panel,) = analyse([write_run(tmp_path / "run", [record])]).panels
+    (panel,) = analysed(tmp_path, [record]).panels
     assert bool(panel.series[0].waiting) is waits
 
 
@@ -232,7 +244,7 @@ def test_single_medians_of_the_gpu_settle_no_narrow_lead(tmp_path, factor, text)
     """At the shortest length they differ by less than replays of one kernel do; marks of calls are not theirs."""
     records = [on_gpu("full", n, 1e-6 * n**2 * (n / 512) ** 0.5, graph=True) for n in LENGTHS[:4]]
     records += [on_gpu("linformer", n, 1e-6 * n**2 * factor, graph=True) for n in LENGTHS[:4]]
-    analysis = analyse([write_run(tmp_path / "run", [flagged(one, "too_short") for one in records])])
+    analysis = analysed(tmp_path, [flagged(one, "too_short") for one in records])
     row = next(row for row in crossover_table(analysis).rows if row["quantity"] == "time of the GPU")
     assert row["is_settled"] is (factor < 0.95)
     assert (row["words"], row["marks"]) == (text, "")
@@ -250,7 +262,7 @@ def test_the_gpu_alone_in_several_processes_has_intervals_of_its_own(tmp_path):
     for name, own in factors.items():
         records = [times(on_gpu("full", n, 1e-6 * n**2, graph=True), *own) for n in LENGTHS[:4]]
         records += [times(on_gpu("linformer", n, 1e-3 * n, graph=True), *own[::-1]) for n in LENGTHS[:4]]
-        analysis = analyse([write_run(tmp_path / name, records)])
+        analysis = analysed(tmp_path / name, records)
         (growth,) = [
             row for row in exponent_table(analysis).rows if row["variant"] == "full" and "GPU" in row["quantity"]
         ]
@@ -265,7 +277,7 @@ def test_the_gpu_alone_in_several_processes_has_intervals_of_its_own(tmp_path):
 def test_the_last_slope_of_the_gpu_is_not_that_of_calls(tmp_path):
     """Calls take what the host takes at both lengths, so their slope is none."""
     records = [on_gpu("linformer", n, 1e-6 * n, graph=True) for n in LENGTHS[:2]]
-    row = next(iter(exponent_table(analyse([write_run(tmp_path / "run", records)])).rows))
+    row = next(iter(exponent_table(analysed(tmp_path, records)).rows))
     assert row["quantity"] == "time of the GPU"
     assert row["last_slope"] == pytest.approx(1.0)
     assert (row["last_slope_low"], row["last_slope_marks"]) == (None, "")
@@ -277,12 +289,12 @@ def test_energy_is_said_to_count_a_gpu_that_waits(tmp_path, host_ms, is_said):
     record = on_gpu("full", 4096, 0.85, graph=True)
     assert record.timing is not None
     record = replace(record, energy_joules=0.0123, timing=replace(record.timing, host_ms=host_ms))
-    table = measurement_table(analyse([write_run(tmp_path / "run", [record])]))
+    table = measurement_table(analysed(tmp_path, [record]))
     headings = [column.heading for column in table.columns]
     assert table.texts()[0][headings.index("energy")] == "12.3 mJ"
     assert "Energy: of one call of many as a user makes them" in table.note
     assert ("Of full at 4k the host was the limit: the GPU waited" in table.note) is is_said
-    without = measurement_table(analyse([write_run(tmp_path / "without", [replace(record, energy_joules=None)])]))
+    without = measurement_table(analysed(tmp_path / "without", [replace(record, energy_joules=None)]))
     assert "energy" not in without.note.casefold()
 
 
@@ -297,13 +309,13 @@ def test_energy_has_a_figure_and_a_sentence_where_it_was_measured(tmp_path):
             is_bound = (name, length) == ("linformer", 4096)
             timing = replace(record.timing, host_ms=9.0 if is_bound else 1e-3)
             records.append(replace(record, energy_joules=each, timing=timing))
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     assert "Energy of a call at 16k: linformer 250 mJ, full 6.25 J." in findings(analysis)
     (picture,) = [one for one in pictures_of(analysis) if one.name.startswith("energy-")]
     assert picture.section == "efficiency"
     assert "linformer: 130 mJ at 4k (waits for the host), 250 mJ at 16k" in picture.alt, picture.alt
     assert "full: 400 mJ at 4k, 6.25 J at 16k" in picture.alt, picture.alt
-    bare = analyse([write_run(tmp_path / "bare", [replace(record, energy_joules=None) for record in records])])
+    bare = analysed(tmp_path / "bare", [replace(record, energy_joules=None) for record in records])
     assert not any("nergy" in text for text in findings(bare))
     assert not any(one.name.startswith("energy-") for one in pictures_of(bare))
 
@@ -311,7 +323,7 @@ def test_energy_has_a_figure_and_a_sentence_where_it_was_measured(tmp_path):
 @pytest.mark.parametrize("graph", [False, True], ids=["older", "new"])
 def test_of_one_length_nobody_knows_whether_calls_wait_unless_the_gpu_alone_was_timed(tmp_path, graph):
     records = [on_gpu(variant, 1024, 0.1, graph=graph) for variant in ("full", "linformer")]
-    (panel,) = analyse([write_run(tmp_path / "run", records)]).panels
+    (panel,) = analysed(tmp_path, records).panels
     note = length_table(panel, "time").note
     assert ("nobody knows whether short calls wait for the host" in note) is not graph
     assert ("waits for the host, not for the GPU" in note) is graph
@@ -319,21 +331,21 @@ def test_of_one_length_nobody_knows_whether_calls_wait_unless_the_gpu_alone_was_
 
 def test_a_linear_curve_of_a_busy_gpu_is_not_said_to_wait(tmp_path):
     records = [on_gpu("linformer", n, 1e-2 * n) for n in LENGTHS]
-    (panel,) = analyse([write_run(tmp_path / "run", records)]).panels
+    (panel,) = analysed(tmp_path, records).panels
     assert panel.series[0].waiting == frozenset()
     assert panel.time["linformer"].verdict == "linear"
 
 
 def test_what_is_not_a_gpu_never_waits(tmp_path):
     records = [scaling("linformer", n, 1.0) for n in LENGTHS]
-    (panel,) = analyse([write_run(tmp_path / "run", records)]).panels
+    (panel,) = analysed(tmp_path, records).panels
     assert panel.series[0].waiting == frozenset()
     assert panel.time["linformer"].verdict == "constant"
 
 
 def test_two_lengths_make_no_exponent(tmp_path):
     records = [scaling(variant, n) for variant in ("full", "linformer") for n in (512, 4096)]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     growth = analysis.panels[0].time["full"]
     assert (growth.exponent, growth.why) == (None, "2 lengths in the top decade, 3 are needed")
     assert not any("N^" in text for text in [*findings(analysis), *panel_findings(analysis)])
@@ -344,7 +356,7 @@ def test_level_curves_are_not_ranked(tmp_path):
     """197 us against 199, each known to 8 %: the first is not the fastest, and not always faster either."""
     records = [scaling("full", n, n * 199e-6, spread=0.08) for n in LENGTHS[:4]]
     records += [scaling("linformer", n, n * 197e-6, spread=0.08) for n in LENGTHS[:4]]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     assert "linformer or full (not settled) at 512 to 4k tokens" in headline(analysis)
     crossing = analysis.panels[0].crossing("linformer")
     assert crossing is not None
@@ -369,7 +381,7 @@ def test_figures_sentences_and_tables_say_alike_from_where_a_curve_is_cheaper(tm
     lengths = (512, 1024, 2048)
     records = [scaling("full", n, ms, spread=0.5) for n, ms in zip(lengths, exact, strict=True)]
     records += [scaling("linformer", n, ms, spread=0.5) for n, ms in zip(lengths, (5.0, 10.0, 20.0), strict=True)]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     crossing = analysis.panels[0].crossing("linformer")
     assert crossing is not None
     assert crossing_text(crossing) == text
@@ -386,16 +398,21 @@ def test_a_crossing_of_bytes_pretends_no_interval(tmp_path):
         for n in LENGTHS[:4]
         if (one := scaling("linformer", n)).memory is not None
     ]
-    table = crossover_table(analyse([write_run(tmp_path / "run", records)]))
+    table = crossover_table(analysed(tmp_path, records))
     (row,) = [row for row in table.rows if row["quantity"] == "memory"]
     assert (row["outcome"], row["crossing_low"], row["crossing_high"]) == ("crosses", None, None)
     assert "interval" not in [column.heading for column in table.columns], "nor has the time one, which always wins"
 
 
+def test_the_only_time_is_not_called_all_of_them(tmp_path):
+    said = findings(analysed(tmp_path, [flagged(scaling("full", 512), "throttled")]))
+    assert "The only time of a throttled GPU\u00a0†, of one process." in said
+
+
 def test_doubtful_times_are_marked_where_they_stand(tmp_path):
     records = [scaling(variant, n) for variant in ("full", "linformer") for n in LENGTHS[:3]]
     records[0], records[1] = flagged(records[0], "throttled"), flagged(records[1], "other_gpu_process", "unstable")
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     (panel,) = analysis.panels
     row = row_of(length_table(panel, "time"), "full")
     assert [cell.split()[-1] for cell in row[1:3]] == ["†", "‡"]
@@ -416,7 +433,7 @@ def test_doubtful_times_are_marked_where_they_stand(tmp_path):
 def test_a_ratio_carries_the_marks_of_both_of_its_sides(tmp_path, which):
     records = [scaling(variant, n) for variant in ("full", "linformer") for n in LENGTHS[:5]]
     doubtful = [flagged(one, "throttled") if one.cell.variant == which else one for one in records]
-    analysis = analyse([write_run(tmp_path / "run", doubtful)])
+    analysis = analysed(tmp_path, doubtful)
     front = front_table(analysis)
     assert front is not None
     rows = {row[0]: row[1:6] for row in front.texts()}
@@ -438,11 +455,11 @@ def test_a_slope_has_the_marks_of_the_lengths_it_was_fitted_to(tmp_path):
     """The exponent is that of the top decade; what was throttled below does not matter, nor does it in the bytes."""
     records = [scaling("full", n) for n in LENGTHS]
     records[0] = flagged(records[0], "throttled")
-    table = exponent_table(analyse([write_run(tmp_path / "short", records)]))
+    table = exponent_table(analysed(tmp_path / "short", records))
     assert not any("†" in text for row in table.texts() for text in row)
     assert "†" not in table.note
     records[-3] = flagged(records[-3], "throttled")
-    table = exponent_table(analyse([write_run(tmp_path / "long", records)]))
+    table = exponent_table(analysed(tmp_path / "long", records))
     marks = {row["quantity"]: (row["exponent_marks"], row["last_slope_marks"]) for row in table.rows}
     assert marks == {"time": ("†", ""), "memory": ("", "")}
     assert "†: the GPU was throttled" in table.note
@@ -451,14 +468,14 @@ def test_a_slope_has_the_marks_of_the_lengths_it_was_fitted_to(tmp_path):
 def test_a_crossing_has_the_marks_of_the_lengths_that_it_lies_between(tmp_path):
     """Exact attention gets dearer between 512 and 1k; what was throttled beyond does not move that."""
     records = [scaling("full", n) for n in LENGTHS[:5]] + [scaling("linformer", n, 6.0) for n in LENGTHS[:5]]
-    unmarked = analyse([write_run(tmp_path / "well", records)])
+    unmarked = analysed(tmp_path / "well", records)
     (crossing,) = unmarked.panels[0].crossings
     assert crossing.result is not None
     assert crossing.result.low is not None
     assert 512 < crossing.result.low < 1024
     for index, mark in ((1, " †"), (4, "")):
         doubtful = [flagged(one, "throttled") if place == index else one for place, one in enumerate(records)]
-        analysis = analyse([write_run(tmp_path / f"throttled{index}", doubtful)])
+        analysis = analysed(tmp_path / f"throttled{index}", doubtful)
         (crossing,) = analysis.panels[0].crossings
         text = crossing_text(crossing, {"throttled"})
         assert text == crossing_text(crossing) + mark
@@ -472,13 +489,13 @@ def test_a_crossing_has_the_marks_of_the_lengths_that_it_lies_between(tmp_path):
         assert "1 of 10 times of a throttled GPU †, all of one process" in words(time.figure).replace("\u00a0", " ")
     cheap = [scaling("linformer", n, 0.01) for n in LENGTHS[:5]]
     always = [*records[:4], flagged(records[4], "throttled"), *cheap]
-    (crossing,) = analyse([write_run(tmp_path / "always", always)]).panels[0].crossings
+    (crossing,) = analysed(tmp_path / "always", always).panels[0].crossings
     assert crossing_text(crossing, {"throttled"}) == "from 512 or less †", "all lengths decide that"
     level = [scaling("full", n, ms, spread=0.5) for n, ms in zip(LENGTHS[:4], (5.5, 30.0, 90.0, 300.0), strict=True)]
     level += [scaling("linformer", n, 5.0 * 2**step, spread=0.5) for step, n in enumerate(LENGTHS[:4])]
     for index, mark in ((1, " †"), (3, "")):
         doubtful = [flagged(one, "throttled") if place == index else one for place, one in enumerate(level)]
-        (crossing,) = analyse([write_run(tmp_path / f"level{index}", doubtful)]).panels[0].crossings
+        (crossing,) = analysed(tmp_path / f"level{index}", doubtful).panels[0].crossings
         assert crossing_text(crossing, {"throttled"}) == f"from 541 or less{mark}"
 
 
@@ -489,7 +506,7 @@ def test_what_ended_at_a_shorter_length_is_cheaper_up_to_there_and_may_have_need
         for place, (name, cost) in enumerate(costs.items())
         for n in LENGTHS[: 3 if name == "early" else 5]
     ]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     crossing = analysis.panels[0].crossing("early")
     assert crossing is not None
     assert crossing_text(crossing) == "from 512 or less (up to 2k)"
@@ -525,7 +542,7 @@ def test_the_headline_says_a_name_once_for_each_stretch_of_lengths(tmp_path, tim
         for variant, own in times.items()
         for n, ms in zip(LENGTHS, own, strict=False)
     ]
-    assert f"the fastest is {text}" in headline(analyse([write_run(tmp_path / "run", records)]))
+    assert f"the fastest is {text}" in headline(analysed(tmp_path, records))
 
 
 def test_many_changes_of_the_fastest_are_said_in_a_few_words(tmp_path):
@@ -535,7 +552,7 @@ def test_many_changes_of_the_fastest_are_said_in_a_few_words(tmp_path):
         for variant, own in times.items()
         for n, ms in zip(LENGTHS, own, strict=False)
     ]
-    said = headline(analyse([write_run(tmp_path / "run", records)]))
+    said = headline(analysed(tmp_path, records))
     assert "full at 512 tokens, linformer and bigbird by turns up to 8k, linformer from 16k; " in said
 
 
@@ -562,14 +579,14 @@ def test_by_how_much_is_said_at_the_longest_length_that_exact_attention_has(tmp_
     records = [scaling("full", n) for n in LENGTHS[:4]]
     records += [scaling("linformer", n, 1e-3 * n) for n in LENGTHS[:5]]
     records += [scaling("bigbird", n, 2e-3 * n if n < LENGTHS[5] else 1e-3) for n in LENGTHS[:6]]
-    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    text = headline(analysed(tmp_path, records))
     assert re.search(rf"; at 4k 5[\d.]+{TIMES} \[[\d., ]+\] as fast as exact attention \(of one process\)\.$", text)
 
 
 def test_weights_that_grow_stand_beside_the_time(tmp_path):
     records = [replace(scaling("linformer", n), num_params=512 * n) for n in LENGTHS[:3]]
     records += [replace(scaling("full", n), num_params=0) for n in LENGTHS[:3]]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     (panel,) = analysis.panels
     for quantity in ("time", "memory"):
         table = length_table(panel, quantity)
@@ -579,13 +596,13 @@ def test_weights_that_grow_stand_beside_the_time(tmp_path):
 
 def test_linear_memory_of_exact_attention_is_explained_once(tmp_path):
     records = [scaling(variant, n, pass_=p) for variant in ("full", "bigbird") for n in LENGTHS for p in ("fwd", "bwd")]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     assert len(memory_findings(analysis)) == 1
     assert "fused kernels never store the scores" in memory_findings(analysis)[0]
     page = build_page(analysis, tables_by_question(analysis), [])
     assert page.count("fused kernels never store the scores") == 1
     quadratic = [scaling("full", n, quadratic_memory=True) for n in LENGTHS]
-    assert memory_findings(analyse([write_run(tmp_path / "other", quadratic)])) == []
+    assert memory_findings(analysed(tmp_path / "other", quadratic)) == []
 
 
 def test_level_ones_timed_in_turns_are_not_ranked(tmp_path):
@@ -596,7 +613,7 @@ def test_level_ones_timed_in_turns_are_not_ranked(tmp_path):
     assert records[1].timing is not None
     backwards = replace(records[1].timing, samples_ms=records[1].timing.samples_ms[::-1])  # rounds have no common mood
     records[1] = replace(records[1], timing=backwards)
-    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    table = turns_table(analysed(tmp_path, records))
     assert table is not None
     said = {row[0]: row[3] for row in table.texts()}
     assert sorted(variant for variant, text in said.items() if text.endswith(", not settled")) == ["full", "linformer"]
@@ -613,7 +630,7 @@ def test_what_took_part_in_fewer_rounds_is_judged_by_those(tmp_path):
         return replace(record, timing=replace(record.timing, samples_ms=samples, **time_summary(samples)))
 
     records = [taken("full", 1.0, 100), taken("linformer", 1.1, 20), taken("bigbird", 1.2, 18)]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     assert headline(analysis).endswith(": the fastest is full at 512 tokens.")
     table = turns_table(analysis)
     assert table is not None
@@ -626,13 +643,13 @@ def test_the_peak_of_float32_is_not_that_of_tf32(tmp_path):
     fields = {"device": "cuda", "threads": None, "peak_flops_per_s": 5e14, "peak_bytes_per_s": 3e12}
     for is_tf32, mfu in ((None, False), (False, True), (True, True)):
         ceilings = [roof(**fields, is_tf32=is_tf32)]
-        (panel,) = analyse([write_run(tmp_path / str(is_tf32), records, ceilings=ceilings)]).panels
+        (panel,) = analysed(tmp_path / str(is_tf32), records, ceilings=ceilings).panels
         assert (panel.efficiency["full"][0].mfu is not None) is mfu, "an older record has TF32's figure for float32"
 
 
 def test_the_front_of_a_report_is_one_sentence_one_figure_one_table_and_a_few_lines(tmp_path):
     records = [scaling(variant, n) for variant in ("full", "linformer", "bigbird") for n in LENGTHS]
-    analysis = analyse([write_run(tmp_path / "run", [*records, *trained()])])
+    analysis = analysed(tmp_path, [*records, *trained()])
     front = front_table(analysis)
     assert front is not None
     headings = [column.heading for column in front.columns]
@@ -653,15 +670,15 @@ def test_the_front_of_a_report_is_one_sentence_one_figure_one_table_and_a_few_li
 def test_a_label_is_said_to_be_what_it_is(tmp_path):
     records = [scaling("full", 512), scaling("full", 512, label="only math", options={"backend": "math"})]
     records += [scaling("plain_sdpa", 512, label="torch SDPA")]
-    front = front_table(analyse([write_run(tmp_path / "run", records)]))
+    front = front_table(analysed(tmp_path, records))
     assert front is not None
     assert front.note.endswith("Labels: only math is full with backend=math; torch SDPA is plain_sdpa.")
     assert "where none was measured" not in front.note
     other = [scaling("full", 1024, label="only flex", options={"backend": "flex"}, pass_="fwd_bwd")]
-    front = front_table(analyse([write_run(tmp_path / "other", records + other)]))
+    front = front_table(analysed(tmp_path / "other", records + other))
     assert front is not None
     assert ("only flex" in front.note) == any(row["variant"] == "only flex" for row in front.rows)
-    front = front_table(analyse([write_run(tmp_path / "plain", records[:1])]))
+    front = front_table(analysed(tmp_path / "plain", records[:1]))
     assert front is not None
     assert "Labels" not in front.note
 
@@ -672,12 +689,12 @@ def test_a_part_of_a_matrix_is_said_to_be_one(tmp_path):
     group |= {"dtypes": ["float32"], "seeds": [0, 1, 2], "grid": {}}
     matrix = {"name": "m", "accuracy": [group | {"task": ["listops"]}, group | {"task": ["text"]}]}
     planned = pack_cells(record.cell for record in trained())
-    part = analyse([write_run(tmp_path / "part", trained(), planned=planned, matrices=[matrix])])
+    part = analysed(tmp_path / "part", trained(), planned=planned, matrices=[matrix])
     assert completeness(part) == "Planned were 9 of the 18 trainings of its matrix, none of text."
     whole = matrix | {"accuracy": matrix["accuracy"][:1]}
-    assert completeness(analyse([write_run(tmp_path / "whole", trained(), planned=planned, matrices=[whole])])) == ""
+    assert completeness(analysed(tmp_path / "whole", trained(), planned=planned, matrices=[whole])) == ""
     causal = matrix | {"accuracy": [group | {"task": ["listops"], "is_causal": [False, True]}]}
-    both = analyse([write_run(tmp_path / "causal", trained(), planned=planned, matrices=[causal])])
+    both = analysed(tmp_path / "causal", trained(), planned=planned, matrices=[causal])
     assert completeness(both) == "Planned were 9 of the 18 trainings of its matrix."
     for number, damaged in enumerate(({"accuracy": None}, {"accuracy": [{}]}, {"accuracy": [{"task": ["a"]}]})):
         run = write_run(tmp_path / str(number), trained(), planned=planned, matrices=[damaged])
@@ -699,7 +716,7 @@ def test_a_floor_is_beaten_or_not_or_not_for_certain(tmp_path):
     values = {"full": (0.9, 0.91, 0.92), "linformer": (0.9, 0.3, 0.3), "bigbird": (0.1, 0.1, 0.1)}
     floors = {"floors": {"pairs": 0.25, "counts": 0.25}, "references": {"bag_of_words": 0.7}}
     records = [accuracy(name, n, value, score=floors) for name, own in values.items() for n, value in enumerate(own)]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     (group,) = analysis.accuracy
     assert [score.standing and score.standing.verdict for score in group.ranked] == [
         *("beaten", "not settled", "not beaten")
@@ -722,7 +739,7 @@ def test_of_bits_per_byte_less_is_better_in_every_sentence(tmp_path):
         for name, bpb in (("full", 2.6), ("linformer", 2.2))
         for seed in (0, 1, 2)
     ]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     every = " ".join([said(analysis), *(text for each in analysis.accuracy for text in accuracy_findings(each))])
     assert "above" not in every.replace("not above it", "")
     assert "full does not beat the 5-gram floor" in every
@@ -733,7 +750,7 @@ def test_a_control_is_never_the_one_to_choose(tmp_path):
     claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
     costs = {"full": 1.0, "linformer": 0.5, "pooling": 0.001}
     records = [scaling(name, n, cost * n) for name, cost in costs.items() for n in LENGTHS[:4]]
-    analysis = analyse([write_run(tmp_path / "run", records, claims=claims)])
+    analysis = analysed(tmp_path, records, claims=claims)
     assert f"the fastest is linformer at 512 to 4k tokens; at 4k 2{TIMES} " in headline(analysis)
     assert headline(analysis).endswith(" as fast as exact attention (of one process); not judged: pooling (a control).")
     front = front_table(analysis)
@@ -780,20 +797,20 @@ def test_the_time_of_a_training_step_is_that_of_the_variant_that_is_named(tmp_pa
     claims = CLAIMS | {"pooling": {"is_exact": False, "is_control": True}}
     costs = {"full": 10.0, "linformer": 8.0, "pooling": 1.0}
     records = [scaling(name, 512, ms, pass_="step", scope="model", protocol="p") for name, ms in costs.items()]
-    (text,) = panel_findings(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    (text,) = panel_findings(analysed(tmp_path, records, claims=claims))
     assert re.search(r"; linformer at 512 takes (7\.9|8\.)\d* ms a step, 6\d,\d00 tokens/s\.$", text), text
 
 
 def test_of_many_that_are_level_the_front_says_how_many_more(tmp_path):
     records = [scaling(f"v{number}", 512, 1.0, spread=0.1) for number in range(10)]
-    front = front_table(analyse([write_run(tmp_path / "run", records)]))
+    front = front_table(analysed(tmp_path, records))
     assert front is not None
     assert front.texts()[0][1:] == ["v0 or v1 or v2 and 7 more"] * 2
 
 
 def test_two_lengths_are_said_to_be_why_no_exponent_is_settled(tmp_path):
     records = [scaling(name, n, cost * n) for name, cost in (("full", 1.0), ("linformer", 0.5)) for n in LENGTHS[:2]]
-    grown, *_ = findings(analyse([write_run(tmp_path / "run", records)]))
+    grown, *_ = findings(analysed(tmp_path, records))
     assert grown == "How time grows is not settled (2 lengths in the top decade, 3 are needed)."
 
 
@@ -801,7 +818,7 @@ def test_a_slope_that_is_no_whole_power_is_told_by_its_side_of_linear(tmp_path):
     powers = {"full": 1.6, "linformer": 1.0, "window": 0.3}
     records = [scaling(name, n, n**power, spread=0.01) for name, power in powers.items() for n in LENGTHS[:5]]
     records += [scaling("wide", n, n, spread=0.6) for n in LENGTHS[:5]]
-    grown, *_ = findings(analyse([write_run(tmp_path / "run", records)]))
+    grown, *_ = findings(analysed(tmp_path, records))
     known = "Growth of time: less than linear: window; linear: linformer; more than linear: full"
     assert re.fullmatch(re.escape(known) + r"; not settled: wide \(slope 0\.\d\d \[.*\]: too wide to tell\)\.", grown)
 
@@ -811,18 +828,18 @@ def test_the_front_table_ranks_by_the_longest_length_and_what_is_not_judged_is_l
     costs = {"bigbird": 2.0, "full": 4.0, "linformer": 1.0, "pooling": 0.1}
     records = [scaling(name, n, cost * n) for name, cost in costs.items() for n in LENGTHS[:3]]
     records += [scaling("stops", n, 0.5 * n) for n in LENGTHS[:2]]
-    front = front_table(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    front = front_table(analysed(tmp_path, records, claims=claims))
     assert front is not None
     assert [row[0] for row in front.texts()] == ["best", "linformer", "bigbird", "full", "stops", "pooling"]
     trained = [accuracy(name, seed, mean) for name, mean in (("full", 0.5), ("linformer", 0.7)) for seed in range(3)]
-    front = front_table(analyse([write_run(tmp_path / "trained", trained)]))
+    front = front_table(analysed(tmp_path / "trained", trained))
     assert front is not None
     assert [row[0] for row in front.texts()] == ["best", "linformer", "full"]
 
 
 def test_the_front_table_has_the_longest_length(tmp_path):
     lengths = (1024, 2048, 4096, 32768, 65536)
-    front = front_table(analyse([write_run(tmp_path / "run", [scaling("full", n, n) for n in lengths])]))
+    front = front_table(analysed(tmp_path, [scaling("full", n, n) for n in lengths]))
     assert front is not None
     assert [column.heading for column in front.columns][1:5] == ["1k", "4k", "32k", "64k"]
 
@@ -830,24 +847,24 @@ def test_the_front_table_has_the_longest_length(tmp_path):
 def test_what_is_cheaper_at_short_lengths_only_is_not_called_cheaper_nowhere(tmp_path):
     records = [scaling("full", n, 1 + 1e-6 * n**2) for n in LENGTHS[:5]]
     records += [scaling("linformer", n, 0.3 + 1e-9 * n**3) for n in LENGTHS[:5]]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     assert "the fastest is linformer up to 1k tokens, full from 2k" in headline(analysis)
     assert "Cheaper than full: linformer at 512, 1k only." in findings(analysis)
 
 
 def test_level_with_exact_attention_is_not_so_many_times_as_fast(tmp_path):
     records = [scaling(name, n, n * 1e-3, spread=0) for name in ("full", "linformer") for n in LENGTHS[:3]]
-    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    text = headline(analysed(tmp_path, records))
     assert text.endswith("the fastest is full or linformer (not settled) at 512 to 2k tokens.")
 
 
 def test_whoever_is_not_judged_was_measured_all_the_same(tmp_path):
     records = [scaling("full", n) for n in LENGTHS[:3]]
     records += [replace(scaling("linformer", n, 1e-3), is_simulated=True) for n in LENGTHS[:3]]
-    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    text = headline(analysed(tmp_path, records))
     assert text.endswith("full has no rival, at 512 to 2k tokens; not judged: linformer (dense scores underneath).")
     apart = [scaling("full", 512), scaling("linformer", 1024)]
-    text = headline(analyse([write_run(tmp_path / "apart", apart)]))
+    text = headline(analysed(tmp_path / "apart", apart))
     assert text.endswith("no two were measured at one length.")
 
 
@@ -859,7 +876,7 @@ def test_scores_of_one_task_in_several_settings_are_told_apart_wherever_they_sta
         for task in ("listops", "text")
         for seed in range(3)
     ]
-    analysis = analyse([write_run(tmp_path / "all", records)])
+    analysis = analysed(tmp_path / "all", records)
     first, *_ = findings(analysis)
     assert first == "Accuracy on listops (short, protocol cpu-small, bfloat16): full 51.0 %.", "not in the table"
     front = front_table(analysis)
@@ -872,16 +889,16 @@ def test_scores_of_one_task_in_several_settings_are_told_apart_wherever_they_sta
     )
     titles = [table.title for table in make_tables(analysis) if table.name.startswith(("accuracy", "cost"))]
     assert len(set(titles)) == len(titles) == 16
-    group, _ = analyse([write_run(tmp_path / "one", records[:6])]).accuracy
+    group, _ = analysed(tmp_path / "one", records[:6]).accuracy
     assert (group.title, group.heading) == ("listops (short)", "listops (short), cpu-small")
 
 
 def test_the_score_of_one_seed_is_said_to_be_one(tmp_path):
     records = [accuracy("full", seed, 0.4) for seed in range(3)] + [accuracy("linformer", 1, 0.7)]
-    text = headline(analyse([write_run(tmp_path / "run", records)]))
+    text = headline(analysed(tmp_path, records))
     assert text == "Accuracy on listops (short): linformer 70.0 % (one seed), full 40.0 %."
     records = [accuracy("full", 0, 0.4, protocol_version=TRAINING_VERSION - 1)]
-    text = headline(analyse([write_run(tmp_path / "old", records)]))
+    text = headline(analysed(tmp_path / "old", records))
     assert text.endswith(
         f"(one seed); floors of training version {TRAINING_VERSION - 1}; those of {TRAINING_VERSION} may be stronger."
     )
@@ -891,7 +908,7 @@ def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
     """At the shortest length the time of the device is known, at the longest that of a call that waits for nothing."""
     records = [on_gpu("full", n, 1.2e-8 * n**2, graph=n == LENGTHS[0], host_ms=0.3) for n in LENGTHS]
     records += [on_gpu("linformer", n, 1e-6 * n) for n in LENGTHS]
-    time = pictures_of(analyse([write_run(tmp_path / "run", records)]))[0]
+    time = pictures_of(analysed(tmp_path, records))[0]
     assert re.search(r"full: 3\.15 µs at 512 \(the GPU alone\), 5[\d.]+ ms at 64k, exponent", time.alt)
     assert re.search(r"linformer: [67]\d\d µs at 512 \(waits for the host\), ", time.alt)
 
@@ -903,13 +920,13 @@ def test_an_interval_of_two_samples_is_marked(tmp_path):
     )
     assert long.timing is not None
     two = replace(long.timing, samples_ms=long.timing.samples_ms[:2])
-    (panel,) = analyse([write_run(tmp_path / "one", [short, replace(long, timing=two)])]).panels
+    (panel,) = analysed(tmp_path / "one", [short, replace(long, timing=two)]).panels
     assert [text.endswith(" §") for text in length_table(panel, "time").texts()[0][1:]] == [False, True]
     assert (
         "§: fewer than five samples, and the interval is no more than their range" in length_table(panel, "time").note
     )
     three = replace(two, samples_ms=long.timing.samples_ms[:6], process_sizes=(2, 2, 2))
-    (panel,) = analyse([write_run(tmp_path / "three", [short, replace(long, timing=three)])]).panels
+    (panel,) = analysed(tmp_path / "three", [short, replace(long, timing=three)]).panels
     assert "§" not in length_table(panel, "time").texts()[0][2]
 
 
@@ -921,7 +938,7 @@ def test_lines_of_the_front_are_in_the_order_of_what_they_say(tmp_path):
         scaling(name, n, cost * n**power, spread=0.001) for name, (cost, power) in costs.items() for n in LENGTHS[:5]
     ]
     records = [_of_memory(record, list(reversed(costs)).index(record.cell.variant) + 1) for record in records]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     _, cheaper, memory, *_ = findings(analysis)
     assert cheaper == (
         "Cheaper than full: always_b, always_a from 512 or less; b_soon from 600; z_middle from 1,200; "
@@ -939,7 +956,7 @@ def _of_memory(record: Record, mib: int) -> Record:
 def test_samples_too_short_for_the_clock_have_a_mark_as_other_doubts_have(tmp_path):
     records = [scaling(name, n) for name in ("full", "linformer") for n in LENGTHS[:3]]
     records[3] = flagged(records[3], "too_short")
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     table = length_table(analysis.panels[0], "time")
     assert [text.endswith(" ¶") for text in row_of(table, "linformer")[1:]] == [True, False, False]
     assert "¶: the clock is a part of samples this short." in table.note
@@ -956,39 +973,39 @@ def test_tokens_of_which_some_are_dearer_have_a_mark(tmp_path):
 
     even, dear = [1.0] * 9 + [1.2], [1.0] * 9 + [9.0]
     records = [decoded("full", even, even), decoded("lstm", even, dear), decoded("sinkhorn", dear, dear)]
-    table = length_table(analyse([write_run(tmp_path / "run", records)]).panels[0], "time")
+    table = length_table(analysed(tmp_path, records).panels[0], "time")
     assert {row[0]: row[1].endswith(" ‖") for row in table.texts()} == {"full": False, "lstm": False, "sinkhorn": True}
     assert "‖: some tokens take longer" in table.note
     whole = [replace(scaling("full", 1024), timing=records[2].timing)]
-    assert "‖" not in length_table(analyse([write_run(tmp_path / "whole", whole)]).panels[0], "time").note
+    assert "‖" not in length_table(analysed(tmp_path / "whole", whole).panels[0], "time").note
 
 
 def test_what_all_of_a_report_shares_has_no_column(tmp_path):
     """The pass where there is one panel, and what no row knows; the files keep both."""
-    analysis = analyse([write_run(tmp_path / "one", zoo(lengths=LENGTHS[:4]))])
+    analysis = analysed(tmp_path / "one", zoo(lengths=LENGTHS[:4]))
     for table in (measurement_table(analysis), exponent_table(analysis), crossover_table(analysis)):
         headings = [column.heading for column in table.columns]
         assert not {"pass", "state", "energy"} & set(headings), headings
     assert {"pass", "state_bytes"} <= set(measurement_table(analysis).fields)
     two = [*zoo(lengths=LENGTHS[:4]), *(scaling("full", n, pass_="bwd") for n in LENGTHS[:4])]
-    both = analyse([write_run(tmp_path / "two", two)])
+    both = analysed(tmp_path / "two", two)
     assert "pass" in [column.heading for column in measurement_table(both).columns]
 
 
 def test_times_of_one_table_have_one_unit_where_they_can(tmp_path):
     records = [scaling("full", n, ms) for n, ms in ((512, 0.2), (1024, 50.0))]
     records += [scaling("linformer", n, 0.15) for n in (512, 1024)]
-    table = length_table(analyse([write_run(tmp_path / "near", records)]).panels[0], "time")
+    table = length_table(analysed(tmp_path / "near", records).panels[0], "time")
     assert {text.split()[1] for row in table.texts() for text in row[1:]} == {"ms"}
     records[1] = scaling("full", 1024, 50_000.0)
-    table = length_table(analyse([write_run(tmp_path / "far", records)]).panels[0], "time")
+    table = length_table(analysed(tmp_path / "far", records).panels[0], "time")
     assert [text.split()[1] for text in row_of(table, "linformer")[1:]] == ["µs", "µs"]
 
 
 def test_tasks_that_the_front_table_leaves_out_have_the_first_lines(tmp_path):
     tasks = ("byte_lm", "listops", "needle", "text", "mqar", "image")
     records = [accuracy("full", seed, 0.5 + seed / 100, task=task) for task in tasks for seed in range(3)]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     front = front_table(analysis)
     assert front is not None
     shown = [column.heading for column in front.columns]
@@ -1002,7 +1019,7 @@ def test_tasks_that_the_front_table_leaves_out_have_the_first_lines(tmp_path):
 def test_a_narrow_terminal_keeps_the_longest_length_and_cuts_no_number(tmp_path):
     powers = {"full": 1.6, "a_mechanism_of_a_long_name": 1.25, "another_one_of_such_a_name": 0.3}
     records = [scaling(name, n, n**power, spread=0.2) for name, power in powers.items() for n in LENGTHS]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     front = front_table(analysis)
     assert front is not None
     for width in (60, 80, 100):
@@ -1020,7 +1037,7 @@ def test_a_narrow_terminal_keeps_the_longest_length_and_cuts_no_number(tmp_path)
 def test_what_takes_as_much_memory_is_not_the_most(tmp_path):
     claims = dict.fromkeys(("a", "b", "c", "d", "e"), CLAIMS["full"])
     records = [_of_memory(scaling(name, n), 100) for name in claims for n in LENGTHS[:2]]
-    said = findings(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    said = findings(analysed(tmp_path, records, claims=claims))
     (memory,) = [text for text in said if text.startswith("Peak memory")]
     assert memory.startswith("Peak memory at 1k: a, b, c and 2 more 100 MiB each")
 
@@ -1028,7 +1045,7 @@ def test_what_takes_as_much_memory_is_not_the_most(tmp_path):
 def test_memory_is_that_of_the_longest_length_where_any_is_known(tmp_path):
     records = [_of_memory(scaling(name, 512), 2 + len(name)) for name in ("full", "linformer")]
     records += [scaling(name, 1024, status="oom_host") for name in ("full", "linformer")]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     assert any(text.startswith("Peak memory at 512: full 6 MiB, linformer 11 MiB") for text in findings(analysis))
     front = front_table(analysis)
     assert front is not None
@@ -1039,14 +1056,14 @@ def test_who_leads_where_a_rival_was_not_measured_is_said(tmp_path):
     records = [scaling(name, n, cost * n) for name, cost in (("full", 1.0), ("linformer", 0.5)) for n in LENGTHS[:4]]
     records = [one for one in records if (one.cell.variant, one.cell.seq_len) != ("linformer", 1024)]
     records += [scaling("bigbird", n, 0.8 * n) for n in LENGTHS[:4]]
-    assert "; no time of linformer at 1k" in headline(analyse([write_run(tmp_path / "run", records)]))
+    assert "; no time of linformer at 1k" in headline(analysed(tmp_path, records))
 
 
 def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
     failures: dict[Status, int] = {"oom_host": 1, "timeout": 2, "gate_failed": 3, "crashed": 4, "error": 5}
     records = [scaling("full", 2**n, status=status) for status, number in failures.items() for n in range(number)]
     records = [replace(one, cell=replace(one.cell, seed=place)) for place, one in enumerate(records)]
-    said = findings(analyse([write_run(tmp_path / "run", records)]))
+    said = findings(analysed(tmp_path, records))
     assert said == [
         "15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed its correctness gate, 3 for other reasons."
     ]
@@ -1054,6 +1071,6 @@ def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
 
 def test_a_seed_that_was_not_run_has_not_failed(tmp_path):
     kept, unrun = accuracy("full", 0, 0.6), accuracy("full", 1, None, status="cancelled")
-    analysis = analyse([write_run(tmp_path / "run", [kept, unrun, accuracy("full", 2, None, status="diverged")])])
+    analysis = analysed(tmp_path, [kept, unrun, accuracy("full", 2, None, status="diverged")])
     (picture,) = [each for each in pictures_of(analysis) if each.name.startswith("accuracy")]
     assert "60.0 % (n=1, 1 failed, 1 not run)" in picture.alt

@@ -6,9 +6,8 @@ import dataclasses
 from itertools import product
 from typing import Any
 
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.wording import panel_name
-from tests.report.synthetic import MACHINE, scaling, write_run
+from tests.report.synthetic import MACHINE, analysed, scaling
 
 SETTING = {
     "pass": "fwd_bwd",
@@ -54,6 +53,6 @@ def test_no_two_panels_of_a_report_share_a_name(tmp_path):
         for values in product(*axes.values())
         for version in (3, 4)  # which no name says
     ]
-    names = [panel.name for panel in analyse([write_run(tmp_path / "run", records)]).panels]
+    names = [panel.name for panel in analysed(tmp_path, records).panels]
     assert len(set(names)) == len(names) == len(records)
     assert max(map(len, names)) < 40

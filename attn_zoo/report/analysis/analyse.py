@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+from attn_zoo.folder import Claim
 from attn_zoo.report.analysis.approximation_errors import ErrorGroup, make_error_groups
 from attn_zoo.report.analysis.observations import Results, read_results
 from attn_zoo.report.analysis.panels import Panel, choose_panels, make_panels, measured_size
@@ -51,15 +52,19 @@ class Analysis:
         return {one.label: one.cell.variant for one in (*self.results.observations, *self.results.left)}
 
     @cached_property
+    def claims(self) -> dict[str, Claim]:
+        """What the variant behind each label claims."""
+        return {label: self.results.claim(variant) for label, variant in self.variants.items()}
+
+    @property
     def controls(self) -> frozenset[str]:
         """Labels of variants that do without attention, which are never called the best."""
-        return frozenset(label for label, variant in self.variants.items() if self.results.claim(variant).is_control)
+        return frozenset(label for label, claim in self.claims.items() if claim.is_control)
 
-    @cached_property
+    @property
     def padded(self) -> frozenset[str]:
         """Labels of variants whose results may depend on how far a batch is padded."""
-        claims = {label: self.results.claim(variant) for label, variant in self.variants.items()}
-        return frozenset(label for label, claim in claims.items() if claim.depends_on_padding)
+        return frozenset(label for label, claim in self.claims.items() if claim.depends_on_padding)
 
     @cached_property
     def shown(self) -> tuple[Panel, ...]:

@@ -12,7 +12,7 @@ from typing import get_args
 
 from attn_zoo.records import Approximation, Cell, InputKind, Record
 from attn_zoo.report.analysis.grouping import grouped
-from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.analysis.scores import mean_with_interval
 from attn_zoo.report.units import slug, unique_name
 from attn_zoo.report.wording import missing_word, setting_words
@@ -48,6 +48,16 @@ class ErrorPoint:
     def found(self) -> list[Approximation]:
         """What was measured, seed by seed."""
         return [record.approximation for record in self.records if record.approximation is not None]
+
+    @property
+    def values(self) -> dict[int, float]:
+        """Errors by seed; only runs that finished."""
+        return {one.cell.seed: one.approximation.error for one in self.records if one.approximation is not None}
+
+    @property
+    def failed_seeds(self) -> frozenset[int]:
+        """Seeds that were run and gave no error."""
+        return frozenset(one.cell.seed for one in self.records if one.status != NOT_RUN).difference(self.values)
 
     @property
     def record(self) -> Record:
@@ -114,11 +124,8 @@ class ErrorPanel:
         return sorted({point.seq_len for curve in self.curves for point in curve.measured})
 
     def _mean(self, name: str) -> dict[int, float]:
-        values: dict[int, list[float]] = {}
-        for curve in self.curves:
-            for point in curve.measured:
-                values.setdefault(point.seq_len, []).extend(getattr(found, name) for found in point.found)
-        return {length: fmean(values[length]) for length in self.lengths}
+        every = grouped((point for curve in self.curves for point in curve.measured), lambda point: point.seq_len)
+        return {size: fmean(getattr(one, name) for each in every[size] for one in each.found) for size in self.lengths}
 
     @cached_property
     def mean_error(self) -> dict[int, float]:
@@ -244,12 +251,14 @@ class ErrorGroup:
     @cached_property
     def budget_len(self) -> int | None:
         """The length at which most families were measured with several budgets; None for none with two."""
-        counts: dict[int, int] = {}
-        for panel in self.panels:
-            for own in grouped(panel.curves, lambda curve: curve.family).values():
-                for length in panel.lengths:
-                    counts[length] = counts.get(length, 0) + (sum(each.value(length) is not None for each in own) > 1)
-        return max((length for length in counts if counts[length]), key=lambda each: (counts[each], each), default=None)
+        counts = Counter(
+            length
+            for panel in self.panels
+            for own in grouped(panel.curves, lambda curve: curve.family).values()
+            for length in panel.lengths
+            if sum(each.value(length) is not None for each in own) > 1
+        )
+        return max(counts, key=lambda length: (counts[length], length), default=None)
 
 
 def make_error_groups(results: Results) -> list[ErrorGroup]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from attn_zoo.records import Score
-from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
+from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
+from attn_zoo.statistics.paired import mean_interval
 
 NOT_AXES = frozenset({"value", "num_items", "floor"})
 """Keys of an entry of a breakdown that are no property of the examples."""
@@ -41,26 +43,18 @@ def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
     Where a breakdown has further axes the mean over them counts every item once. Seeds without a place do not enter its
     mean.
     """
-    by_place: dict[tuple[float, ...], list[float]] = {}
-    for run in score.runs:
-        if run.score is None:
-            continue
-        for place, value in _by_place(run.score.breakdown, axes, "value").items():
-            by_place.setdefault(place, []).append(value)
+    every = [_by_place(run.score.breakdown, axes, "value") for run in score.runs if run.score]
     made = []
-    for place, values in sorted(by_place.items()):
-        mean, low, high = mean_with_interval(values)
-        assert mean is not None
-        made.append(Part(place, mean, low, high))
+    for place in sorted({place for own in every for place in own}):
+        values = [own[place] for own in every if place in own]
+        made.append(Part(place, fmean(values), *(mean_interval(values) or (None, None))))
     return made
 
 
 def _by_place(entries: Iterable[Mapping[str, float]], axes: Sequence[str], what: str) -> dict[tuple[float, ...], float]:
-    own: dict[tuple[float, ...], list[tuple[float, float]]] = {}
-    for entry in entries:
-        own.setdefault(tuple(entry[name] for name in axes), []).append((entry[what], entry.get("num_items", 1.0)))
     found = {}
-    for place, scored in own.items():
+    for place, own in grouped(entries, lambda entry: tuple(entry[name] for name in axes)).items():
+        scored = [(entry[what], entry.get("num_items", 1.0)) for entry in own]
         items = sum(count for _, count in scored)
         total = sum(value * count for value, count in scored)
         found[place] = total / items if items else fmean(value for value, _ in scored)

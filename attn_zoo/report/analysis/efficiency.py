@@ -10,20 +10,6 @@ from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.units import percent
 
-CONVENTIONS = (
-    "Useful FLOPs, by formula, a multiply-add being two, padding included; a backward counts as {ratios} forwards. "
-    "Fewest bytes: inputs "
-    "and the mechanism's own weights read and output written once; a backward twice that (inputs, output and its "
-    "gradient read, gradients of the inputs written)."
-)
-OF_DECODING = (
-    "Of a decoded token: FLOPs as counted, a multiply-add being two; fewest bytes: weights and what it must read of "
-    "its state read once, its inputs read and its output written once."
-)
-SHARE = (
-    "Share of the roof: FLOPs / product rate or bytes / copy rate, whichever is longer, over the median time{alone}."
-)
-
 _BACKWARD_BYTES = 2
 
 
@@ -84,7 +70,7 @@ class Efficiency:
 
 
 def efficiencies(
-    every: Sequence[Series], speed_up: Callable[[str, int], SpeedUp | None], pass_: str, ceilings: Ceilings | None
+    every: Sequence[Series], speed_up: Callable[[Series, int], SpeedUp | None], pass_: str, ceilings: Ceilings | None
 ) -> dict[str, list[Efficiency]]:
     """Return the points of each series that has formulas, shortest first; nothing without measured ceilings.
 
@@ -95,7 +81,7 @@ def efficiencies(
     by_label = {}
     for series in every:
         rows = [
-            _row(series, point, speed_up(series.label, point.seq_len), pass_, ceilings)
+            _row(series, point, speed_up(series, point.seq_len), pass_, ceilings)
             for point in series.points
             if not series.is_simulated
             and (point.record.min_bytes and point.median_ms > 0)

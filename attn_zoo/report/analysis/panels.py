@@ -78,7 +78,7 @@ class Panel:
 
     def _beside(self, series: Series, over: Mapping[int, Series]) -> dict[int, SpeedUp]:
         lengths = [point.seq_len for point in series.points]
-        found = {length: self.speed_up(series.label, length, over.get(length)) for length in lengths}
+        found = {length: self.speed_up(series, length, over.get(length)) for length in lengths}
         return {length: one for length, one in found.items() if one is not None}
 
     @cached_property
@@ -115,6 +115,11 @@ class Panel:
     def lengths(self) -> list[int]:
         """All lengths, measured or failed, ascending."""
         return sorted({length for series in self.series for length in series.outcomes})
+
+    @cached_property
+    def judged(self) -> frozenset[str]:
+        """Labels of the series that may be called the fastest."""
+        return frozenset(series.label for series in self.series if series.is_judged)
 
     @cached_property
     def ranked(self) -> list[Series]:
@@ -157,12 +162,11 @@ class Panel:
         every = [(turn.label, Point(turn.record, turn.cell.seq_len in waiting[turn.label])) for turn in self.turns]
         return dict(sorted(grouped(every, lambda one: (one[1].seq_len, one[1].record.bundle)).items()))
 
-    def speed_up(self, label: str, length: int, over: Series | None = None) -> SpeedUp | None:
+    def speed_up(self, series: Series, length: int, over: Series | None = None) -> SpeedUp | None:
         """Return a variant beside exact attention; None for an exact one, and where either was not measured.
 
         It is compared with `over`, by default an exact one that was timed in turns with it, else the fastest.
         """
-        series = next(one for one in self.series if one.label == label)
         return None if series.is_exact else self.beside_exact(series, length, over)
 
     def beside_exact(self, series: Series, length: int, over: Series | None = None) -> SpeedUp | None:

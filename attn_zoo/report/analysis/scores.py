@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 
 import numpy as np
 
+from attn_zoo.records import Record
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
@@ -24,7 +26,6 @@ from attn_zoo.report.analysis.training_runs import (
 )
 from attn_zoo.report.measurements import COSTS
 from attn_zoo.report.units import MINUS, slug, unique_name
-from attn_zoo.report.wording import failure_words
 from attn_zoo.statistics.paired import mean_interval, paired_interval
 
 LEAST_SEEDS = 3
@@ -70,8 +71,7 @@ class LabelScore:
         label: of the mechanism.
         start: empty for random weights, else what was learned before.
         name: label, and the start where it is not random.
-        runs: of the selected trial, failed ones included.
-        trial: its tuned values in words; `num_trials` of them were tried.
+        trial: the selected one; `num_trials` of them were tried.
         mean: on test, or None where no run finished.
         low: lower end of the 95 % t-interval of the mean; None below two seeds.
         high: upper end.
@@ -86,8 +86,7 @@ class LabelScore:
     label: str
     start: str
     name: str
-    runs: tuple[TrainingRun, ...]
-    trial: str
+    trial: Trial
     num_trials: int
     mean: float | None
     low: float | None
@@ -100,40 +99,24 @@ class LabelScore:
     costs: Mapping[str, float | None]
 
     @property
+    def runs(self) -> tuple[TrainingRun, ...]:
+        """Every seed of the trial, failed ones included."""
+        return self.trial.runs
+
+    @property
     def values(self) -> dict[int, float]:
         """Test scores by seed; only runs that finished."""
         return {run.seed: run.score.value for run in self.runs if run.score}
 
     @property
-    def validation(self) -> float | None:
-        """Mean of the best validation scores."""
-        values = [run.score.validation for run in self.runs if run.score]
-        return fmean(values) if values else None
-
-    @property
-    def failed(self) -> str:
-        """What became of the runs that gave no score, in words."""
-        return failure_words((status for status, _ in self.failures), len(self.runs))
-
-    @property
-    def failures(self) -> tuple[tuple[str, str], ...]:
-        """Statuses of the runs that gave no score, with their reasons."""
-        return tuple((run.record.status, run.record.reason) for run in self.runs if not run.score)
-
-    @property
-    def scored_seeds(self) -> frozenset[int]:
-        """Seeds with a score."""
-        return frozenset(self.values)
-
-    @property
     def failed_seeds(self) -> frozenset[int]:
         """Seeds that were run and gave no score."""
-        return frozenset(run.seed for run in self.runs if run.record.status != NOT_RUN) - self.scored_seeds
+        return frozenset(run.seed for run in self.runs if run.record.status != NOT_RUN).difference(self.values)
 
-    def mean_beside(self, other: LabelScore | None) -> float | None:
-        """Return the mean over the seeds that both have, as their difference is; where they share none, over all."""
-        common = self.scored_seeds & other.scored_seeds if other else frozenset[int]()
-        return fmean(self.values[seed] for seed in common) if common else self.mean
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Of every seed."""
+        return tuple(run.record for run in self.runs)
 
     @property
     def is_shared(self) -> bool:
@@ -141,16 +124,12 @@ class LabelScore:
         return any(run.record.num_jobs > 1 for run in self.runs if run.score)
 
     @property
-    def has_other_size(self) -> bool:
-        """Whether its parameters are more than a tenth away from the baseline's."""
-        return self.params_excess is not None and abs(self.params_excess) > PARAMS_TOLERANCE + 1e-9
-
-    @property
     def other_size(self) -> str:
-        """By how much, in words; empty where it is about the baseline's."""
-        if not self.has_other_size or self.params_excess is None:
+        """By how much its parameters differ from the baseline's, in words; empty where that is a tenth or less."""
+        excess = self.params_excess or 0.0
+        if abs(excess) <= PARAMS_TOLERANCE + 1e-9:
             return ""
-        return f"{'+' if self.params_excess > 0 else MINUS}{100 * abs(self.params_excess):.0f} %"
+        return f"{'+' if excess > 0 else MINUS}{100 * abs(excess):.0f} %"
 
     @property
     def sized_name(self) -> str:
@@ -324,12 +303,11 @@ def _group(
 
 def _baseline(chosen: Mapping[tuple[str, str], Trial], results: Results) -> str:
     """Return the exact label with most seeds (the first by name among equals)."""
-    seeds: dict[str, int] = {}
+    seeds: Counter[str] = Counter()
     for (label, _), trial in chosen.items():
         if results.claim(trial.runs[0].cell.variant).is_exact:
-            seeds[label] = seeds.get(label, 0) + len(trial.scored)
-    able = [label for label, count in seeds.items() if count]
-    return max(able, key=lambda label: seeds[label]) if able else ""
+            seeds[label] += len(trial.scored)
+    return max((label for label in seeds if seeds[label]), key=seeds.__getitem__, default="")
 
 
 def _label_score(
@@ -351,8 +329,7 @@ def _label_score(
         label=trial.runs[0].label,
         start=trial.runs[0].start,
         name=name,
-        runs=trial.runs,
-        trial=trial.words,
+        trial=trial,
         num_trials=num_trials,
         mean=mean,
         low=metric.inside(low),

@@ -88,11 +88,6 @@ class Point:
         return self.timing.graph_ms
 
     @property
-    def energy_joules(self) -> float | None:
-        """Of one call of many, one after another; None where it was not measured."""
-        return self.record.energy_joules
-
-    @property
     def is_host_bound(self) -> bool:
         """Whether a GPU waits between two such calls: the host takes longer to enqueue one than the GPU to run it."""
         if self.timing.host_ms is None or self.device_ms is None:
@@ -174,9 +169,10 @@ def doubt_counts(points: Sequence[Point], shown: Container[str], without: str = 
     for doubt, (mark, words, _) in MARKS.items():
         if not counts[doubt] or doubt == without:
             continue
-        of = "" if said else f"{total} times " if counts[doubt] == total else f"of {total} times "
-        count = "all" if counts[doubt] == total else counts[doubt]
-        said.append(f"{count} {of}{words}" + (f"\u00a0{mark}" if doubt in shown else ""))
+        number, is_all = counts[doubt], counts[doubt] == total
+        first = "the only time " if total == 1 else f"all {total} times " if is_all else f"{number} of {total} times "
+        later = "" if total == 1 else "all " if is_all else f"{number} "
+        said.append(f"{later if said else first}{words}" + (f"\u00a0{mark}" if doubt in shown else ""))
     return ", ".join(said)
 
 
@@ -312,12 +308,8 @@ def fastest_exact(series: Sequence[Series]) -> Series | None:
     exact = [one for one in series if one.is_exact and one.points and not one.is_simulated]
     if not exact:
         return None
-    best: dict[int, tuple[Point, str]] = {}
-    for one in exact:
-        for point in one.points:
-            if point.seq_len not in best or point.median_ms < best[point.seq_len][0].median_ms:
-                best[point.seq_len] = (point, one.label)
-    fastest = [best[length] for length in sorted(best)]
+    rivals = grouped(((point, one.label) for one in exact for point in one.points), lambda rival: rival[0].seq_len)
+    fastest = [min(rivals[length], key=lambda rival: rival[0].median_ms) for length in sorted(rivals)]
     return Series(
         label=" / ".join(dict.fromkeys(label for _, label in fastest)),
         variant=exact[0].variant,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -13,6 +14,7 @@ from attn_zoo.records import Cell, Record, Score
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, Results
+from attn_zoo.report.wording import outcome
 
 PRETRAINING = "pretrain"
 """The setting that says what is learned before, and what the names of all others of self-pretraining begin with. Runs
@@ -231,6 +233,17 @@ class Trial:
     def scored(self) -> tuple[TrainingRun, ...]:
         """Seeds that finished."""
         return tuple(run for run in self.runs if run.score)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Statuses of the runs that gave no score."""
+        return tuple(run.record.status for run in self.runs if not run.score)
+
+    @property
+    def failed(self) -> str:
+        """What became of these, in words, such as `diverged 1 of 3`: all runs are counted."""
+        counts = Counter(outcome(status).word for status in self.failures)
+        return ", ".join(f"{word} {count} of {len(self.runs)}" for word, count in sorted(counts.items()))
 
     @property
     def validation(self) -> float | None:

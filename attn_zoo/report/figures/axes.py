@@ -106,6 +106,13 @@ def score_axis(axis: Axis, metric: Metric, words: str, num_ticks: int = 6) -> No
     axis.set_label_text(words)
 
 
+def upright_scores(axes: Axes, values: Sequence[float], metric: Metric) -> None:
+    """Set up the upright axis of scores on test around everything drawn, with air for names above and below."""
+    span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
+    axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
+    score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
+
+
 def draw_curve(
     axes: Axes,
     points: Sequence[tuple[float, float]],

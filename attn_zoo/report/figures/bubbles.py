@@ -12,7 +12,7 @@ from attn_zoo.report.analysis.floor import near_marks
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.analysis.task_means import Overview
-from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, log_axis, score_axis
+from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, log_axis, upright_scores
 from attn_zoo.report.figures.labels import PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
@@ -62,7 +62,7 @@ def draw_bubbles(group: AccuracyGroup, looks: Looks) -> Page | None:
     said = [group.how]
     if group.num_machines > 1:
         said.append(f"runs on {group.num_machines} machines")
-    if any(score.start for score in group.scores):
+    if any(group.starts):
         said.append("hollow: self-pretrained")
     title = f"{group.metric.title} against cost: {group.title}"
     return _draw(title, said, bubbles, marks, group.metric)
@@ -109,10 +109,7 @@ def _draw(
     top = page.bottom
     (axes,) = page.panels(height=HEIGHT, right=1.5 if has_peaks else 0.3, below=0.62)
     _speed_axis(axes, [bubble.speed for bubble in bubbles])
-    values += near.values()
-    span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
-    axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
-    score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
+    upright_scores(axes, [*values, *near.values()], metric)
     names = [
         PointName(plain(bubble.name, 30), bubble.look.colour, bubble.speed, bubble.value, bubble.radius(most))
         for bubble in bubbles

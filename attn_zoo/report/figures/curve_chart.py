@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.figures.axes import annotate, draw_curve, draw_intervals, length_axis, set_ticks, value_axis
@@ -141,8 +142,9 @@ def draw_chart(panel: Panel, looks: Looks, curves: Sequence[Curve], chart: Chart
         _draw_lengths(page, curves, chart, values, sorted(lengths), failed, looks)
     words = [_alt(curve, chart) for curve in curves]
     for series in failed:
-        at = ", ".join(human_length(failure.seq_len) for failure in series.failures)
-        words.append(f"{series.label}: {outcome(series.failures[0].record.status).legend} at {at}")
+        outcomes = grouped(series.failures, lambda failure: outcome(failure.record.status).legend).items()
+        said = (f"{what} at {', '.join(human_length(one.seq_len) for one in same)}" for what, same in outcomes)
+        words.append(f"{series.label}: {' and '.join(said)}")
     return page.describe(words)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_zoo.records import AS_TRAINED, EQUAL_WEIGHTS
 from attn_zoo.report.analysis.scores import AccuracyGroup
-from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, score_axis, value_axis
+from attn_zoo.report.figures.axes import bar_words, draw_intervals, draw_mark, upright_scores, value_axis
 from attn_zoo.report.figures.labels import Box, PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MUTED, Looks, plain
@@ -55,9 +55,7 @@ def draw_exchanges(group: AccuracyGroup, looks: Looks) -> Page | None:
     (axes,) = page.panels(height=HEIGHT, left=0.8, right=0.3, below=0.62)
     value_axis(axes, errors, error_text, 10, 1.5, name="x")
     axes.set_xlabel("error of heads before any update (logarithmic)")
-    span = max(values) - min(values) or 0.02 * (abs(values[0]) or 1.0)
-    axes.set_ylim(min(values) - 0.1 * span, max(values) + 0.14 * span)
-    score_axis(axes.yaxis, metric, f"{metric.axis} on test", num_ticks=7)
+    upright_scores(axes, values, metric)
     inside = axes.get_window_extent()
     taken: list[Box] = []
     for value in lines.values():

@@ -44,7 +44,7 @@ def draw_learning(group: AccuracyGroup, looks: Looks) -> Page | None:
         note += f"; {COMPILED_FIRST}"
     if group.is_shared and "seconds" in axes_of:
         note += "; times are of runs that shared their device"
-    lost = [f"{score.name} {len(score.failures)}" for score in group.scores if score.failures]
+    lost = [f"{score.name} {num_lost}" for score in group.scores if (num_lost := len(score.trial.failures))]
     if lost:
         note += f"; runs without a curve: {', '.join(lost)}"
     shown = {score.name for score in scores}

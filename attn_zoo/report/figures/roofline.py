@@ -34,7 +34,6 @@ from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.units import (
     human_bandwidth,
     human_flop_rate,
-    human_flops,
     human_length,
     human_number,
     percent,
@@ -151,7 +150,7 @@ def _place(row: Efficiency) -> tuple[float, float]:
 
 
 def _alt(label: str, last: Efficiency) -> str:
-    rate = "" if last.flops_per_s is None else f"{human_flops(last.flops_per_s)}/s, "
+    rate = "" if last.flops_per_s is None else f"{human_flop_rate(last.flops_per_s)}, "
     share = f"{percent(last.roof_frac)} of the roof at {human_length(last.seq_len)}"
     return f"{label}: {rate}{human_bandwidth(last.bytes_per_s)}, {share}"
 

@@ -142,7 +142,7 @@ def draw_energy(panel: Panel, looks: Looks) -> Page | None:
     """
 
     def mark(_: Series, point: Point) -> Mark | None:
-        joules, is_waiting = point.energy_joules, point.is_host_bound
+        joules, is_waiting = point.record.energy_joules, point.is_host_bound
         if not joules:
             return None
         own, call = (None, joules) if is_waiting else (joules, None)
@@ -152,7 +152,7 @@ def draw_energy(panel: Panel, looks: Looks) -> Page | None:
     curves = curves_of(panel, looks, mark)
     if not curves:
         return None
-    known = [point for point in panel.points if point.energy_joules]
+    known = [point for point in panel.points if point.record.energy_joules]
     throttled = sum("throttled" in point.doubts for point in known)
     chart = Chart(
         title="Energy of a call",

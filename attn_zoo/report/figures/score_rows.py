@@ -13,7 +13,7 @@ from attn_zoo.report.figures.axes import ON_WHITE, annotate, bar_words, score_ax
 from attn_zoo.report.figures.dot_rows import ROW, DotRow, draw_rows, row_axes
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import MARK, MUTED, Looks, plain
-from attn_zoo.report.units import some
+from attn_zoo.report.units import some, with_ends
 from attn_zoo.report.wording import outcome
 
 FLOOR_ROW = 0.17
@@ -81,19 +81,19 @@ def _floor_words(name: str, value: float, metric: Metric) -> str:
 def _row(score: LabelScore, group: AccuracyGroup, looks: Looks) -> DotRow:
     metric, ends = group.metric, score.ends
     if score.mean is None:
-        words = some(dict.fromkeys(outcome(status).brief for status, _ in score.failures), 1) or "no run"
+        words = some(dict.fromkeys(outcome(status).brief for status in score.trial.failures), 1) or "no run"
     else:
         num_failed = len(score.failed_seeds)
-        lost = (num_failed, "failed"), (len(score.failures) - num_failed, "not run")
+        lost = (num_failed, "failed"), (len(score.trial.failures) - num_failed, "not run")
         counts = [f"n={len(score.values)}", *(f"{number} {words}" for number, words in lost if number)]
         words = f"{metric.show(score.mean)} ({', '.join(counts)})"
-    interval = f" [{metric.end(ends[0])}, {metric.end(ends[1])}]" if ends else ""
+    low, high = ends or (None, None)
     return DotRow(
         name=score.name,
         label=score.label,
         look=looks[score.label],
         words=words,
-        tip=f"{score.name}: {words}{interval}",
+        tip=with_ends(f"{score.name}: {words}", low, high, metric.end),
         value=score.mean,
         ends=ends,
         singles=tuple(score.values.values()),

@@ -25,7 +25,17 @@ from attn_zoo.report.tables.front_table import LEVEL, shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import factor_text, weights_words
-from attn_zoo.report.units import FEW, capital, human_bytes, human_joules, human_length, human_ms, percent, some
+from attn_zoo.report.units import (
+    FEW,
+    capital,
+    human_bytes,
+    human_joules,
+    human_length,
+    human_ms,
+    human_number,
+    percent,
+    some,
+)
 from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, one_seed, outcome
 
 EXPLANATION = (
@@ -242,7 +252,7 @@ def _by_how_much(panel: Panel, judged: Sequence[Winner], named: Sequence[str]) -
     if common is None or exact & set(common.labels):
         return ""
     label, length = common.labels[0], human_length(common.seq_len)
-    found = panel.speed_up(label, common.seq_len)
+    found = panel.speed_up(next(one for one in panel.series if one.label == label), common.seq_len)
     assert found is not None  # it was measured there, and so was exact attention
     beside = [doubt_list(found.doubts, panel.shown_doubts)]
     if "alone" in found.doubts and "alone" not in panel.shown_doubts:  # said once on a page, but this is read by itself
@@ -404,10 +414,10 @@ def _memory_line(panel: Panel) -> str:
 def _energy_line(panel: Panel) -> str:
     length = panel.lengths[-1]
     known = sorted(
-        (point.energy_joules, series.label, MARKS["host"][0] if point.is_host_bound else "")
+        (point.record.energy_joules, series.label, MARKS["host"][0] if point.is_host_bound else "")
         for series in _judged(panel)
         for point in series.points
-        if point.seq_len == length and point.energy_joules
+        if point.seq_len == length and point.record.energy_joules
     )
     said = [f"{label} {marked(human_joules(joules), mark)}" for joules, label, mark in known]
     return f"Energy of a call {_at(panel)} {human_length(length)}: {', '.join(said)}." if said else ""
@@ -486,15 +496,13 @@ def _panel(panel: Panel) -> str:
 
 def _rate(panel: Panel, winner: Winner) -> str:
     """Return what a training step or a decoded token of the fastest takes; empty for a single call."""
-    label, *_ = winner.labels
-    series = next(one for one in panel.series if one.label == label)
-    point = next(one for one in series.points if one.seq_len == winner.seq_len)
-    if point.tokens_per_s is None:
+    point, label = winner.rivals[0]
+    if (rate := point.tokens_per_s) is None:
         return ""
-    rate = float(f"{point.tokens_per_s:.3g}")
+    tokens = f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else human_number(rate)
     of = "token" if is_one_token(panel.pass_) else "step"
     where = f"{label} {_at(panel)} {human_length(winner.seq_len)}"
-    return f"{where} takes {human_ms(point.median_ms)} a {of}, {rate:,.0f} tokens/s"
+    return f"{where} takes {human_ms(point.median_ms)} a {of}, {tokens} tokens/s"
 
 
 def _contradictions(analysis: Analysis) -> list[str]:
@@ -576,8 +584,7 @@ def _gains(group: AccuracyGroup) -> str:
 
 
 def _failed(group: AccuracyGroup) -> str:
-    failed = [score for score in group.scores if score.failures]
-    said = [f"{score.name} {score.failed}" for score in failed]
+    said = [f"{score.name} {words}" for score in group.scores if (words := score.trial.failed)]
     return f"Runs without a score on {group.title}: {'; '.join(said)}." if said else ""
 
 

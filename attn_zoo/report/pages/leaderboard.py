@@ -21,7 +21,7 @@ from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.error_tables import error_interval, error_text
 from attn_zoo.report.tables.front_table import LENGTHS
 from attn_zoo.report.tables.growth_tables import crossing_text
-from attn_zoo.report.tables.table import MISSING, escape_markdown, say
+from attn_zoo.report.tables.table import MISSING, escape_markdown, marked, say
 from attn_zoo.report.tables.time_tables import (
     by_importance,
     control_words,
@@ -199,24 +199,20 @@ def _run_page(folder: Path, where: str, analysis: Analysis) -> RunPage:
     answers = []
     lead = lead_panel(analysis.panels)
     if lead is not None:
-        answers.append((_question(lead), clean(headline(analysis))))
+        answers.append((_question(lead), headline(analysis)))
     told = [texts[0] for group in analysis.accuracy if (texts := accuracy_findings(group))]
     if told:
-        answers.append(("What does it buy in accuracy?", clean(told[0] if lead is not None else headline(analysis))))
+        answers.append(("What does it buy in accuracy?", told[0] if lead is not None else headline(analysis)))
     near = [text for group in analysis.errors if (text := nearest_line(group))]
-    answers += [("How near does it come to exact attention?", clean(text)) for text in near[:1]]
-    answers = answers or [("What came out?", clean(headline(analysis)))]
+    answers += [("How near does it come to exact attention?", text) for text in near[:1]]
+    has_left = analysis.results.left or any(missing_shards(run.shards) for run in analysis.results.runs)
     return RunPage(
         name=clean(folder.name),
         where=where,
         page=f"{where}/{'README.md' if (folder / 'README.md').is_file() else 'report.html'}",
-        answers=tuple(answers),
-        said=tuple(clean(text) for text in findings(analysis)[:MOST_FINDINGS])
-        if lead or not told
-        else tuple(map(clean, told)),
-        unfinished=clean(completeness(analysis))
-        if analysis.results.left or any(missing_shards(run.shards) for run in analysis.results.runs)
-        else "",
+        answers=tuple(answers) or (("What came out?", headline(analysis)),),
+        said=tuple(findings(analysis)[:MOST_FINDINGS] if lead or not told else told),
+        unfinished=completeness(analysis) if has_left else "",
         cells=counted(len(observations), "cell"),
         measured=min((one.record.started[:10] for one in observations if one.record.started), default=""),
         boards=tuple(_boards(folder, where, analysis)),
@@ -263,12 +259,12 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         return f"{where}/{record}" if is_own and (folder / record).is_file() else f"{where}/report.html"
 
     def row(series: Series) -> tuple[Entry, ...]:
-        entries = [Entry(text=clean(series.label))]
+        entries = [Entry(text=series.label)]
         for length in lengths:
             one = series.outcomes.get(length)
             if isinstance(one, Point):
                 time = human_ms.interval(one.median_ms, one.low_ms, one.high_ms)
-                text = f"{time} {marks_of(one.doubts, panel.shown_doubts)}".strip()
+                text = marked(time, marks_of(one.doubts, panel.shown_doubts))
                 if one.device_ms is not None and one.is_waiting:
                     text += f", GPU alone {human_number(one.device_ms)} ms"
                 is_best = series.label in best.get(length, ())
@@ -284,8 +280,8 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
     entries = tuple(map(row, rows))
     note = (f"{capital(panel.subtitle)}.", _BEST, *time_caveats(panel), *unjudged_words(panel))
     return Board(
-        title=clean(capital(panel.title)),
-        note=clean(say(note, (), [[entry.text for entry in each] for each in entries])),
+        title=capital(panel.title),
+        note=say(note, (), [[entry.text for entry in each] for each in entries]),
         headings=("variant", *map(human_length, lengths), *beside, "peak memory"),
         rows=entries,
         variants=tuple(series.variant for series in rows),
@@ -302,13 +298,13 @@ def _cheaper(panel: Panel, series: Series) -> str:
     if series.is_exact or series.is_simulated:
         return "exact" if series.is_exact else "not judged"
     common = [point for point in series.points if point.seq_len in panel.exact]
-    if panel.turns and len(common) == 1 and (found := panel.speed_up(series.label, common[0].seq_len)) is not None:
+    if panel.turns and len(common) == 1 and (found := panel.speed_up(series, common[0].seq_len)) is not None:
         return f"{factor_text(found, panel.shown_doubts)} as fast at {human_length(common[0].seq_len)}"
     crossing = panel.crossing(series.label)
     if crossing is None:
         return MISSING
     alone = panel.crossing(series.label, is_device=True)
-    than = "" if panel.is_baseline(crossing.against) else f" (than {clean(crossing.against)})"
+    than = "" if panel.is_baseline(crossing.against) else f" (than {crossing.against})"
     beside = f"; the GPU alone {crossing_text(alone, panel.shown_doubts)}" if alone else ""
     return f"{crossing_text(crossing, panel.shown_doubts)}{than}{beside}"
 
@@ -340,7 +336,7 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
     lengths = dict.fromkeys(human_length(panel.front_len) for panel in panels)
     return Board(
         title="Error beside exact attention",
-        note=clean(
+        note=(
             f"Norm of the difference over the norm of the exact output, at {' and '.join(lengths)} tokens, mean over "
             f"seeds with its 95 % interval. The mean of the values, which needs no attention: {', '.join(means)}. "
             "Bold: the nearest and all that the intervals do not tell from it, where they are "
@@ -348,7 +344,7 @@ def _error_board(where: str, analysis: Analysis, group: ErrorGroup) -> Board:
             f"{capital(group.subtitle)}."
         ),
         headings=("variant", *(panel.inputs for panel in panels)),
-        rows=tuple((Entry(text=clean(label)), *(entry(panel, label) for panel in panels)) for label in group.ranked),
+        rows=tuple((Entry(text=label), *(entry(panel, label) for panel in panels)) for label in group.ranked),
         variants=tuple(analysis.variants[label] for label in group.ranked),
         quantity="error",
     )
@@ -368,18 +364,18 @@ def _accuracy_board(where: str, analysis: Analysis, groups: Sequence[AccuracyGro
             return Entry(text="not in this run")
         href = f"{where}/report.html#table-accuracy-{group.name}"
         if score.mean is None:
-            return Entry(text=score.failed or MISSING, href=href)
+            return Entry(text=score.trial.failed or MISSING, href=href)
         return Entry(text=_score(group, score), href=href, sort=score.mean, is_best=name in best[group.name])
 
     return Board(
         title="Accuracy over the best floor",
-        note=clean(
+        note=(
             "Mean over seeds on test with its 95 % interval, and by how much it beats the best of chance and what "
             "trivial models score. Bold: of what beats its floor the best, and all that is not told from it. "
             + " ".join([*filter(None, [controls]), *(f"{group.title}: {_setting(group)}." for group in groups)])
         ),
-        headings=("variant", *(clean(group.title) for group in groups)),
-        rows=tuple((Entry(text=clean(name)), *(entry(group, name) for group in groups)) for name in names),
+        headings=("variant", *(group.title for group in groups)),
+        rows=tuple((Entry(text=name), *(entry(group, name) for group in groups)) for name in names),
         variants=tuple(analysis.variants[labels[name]] for name in names),
         quantity="score",
     )
@@ -409,14 +405,9 @@ def _level_scores(group: AccuracyGroup, controls: frozenset[str]) -> frozenset[s
 
     Their intervals overlap with its, and no difference by seed is settled.
     """
-    judged = [one for one in group.ranked if one.label not in controls and one.low is not None and one.high is not None]
-    above = [one for one in judged if one.standing is None or one.standing.verdict == "beaten"]
-    return frozenset(one.name for one in above if _is_level(one, above[0]))
-
-
-def _is_level(score: LabelScore, best: LabelScore) -> bool:
-    ends = score.low, score.high, best.low, best.high
-    if None in ends or not (score.low <= best.high and best.low <= score.high):  # type: ignore[operator]
-        return False
-    difference = pair(score.runs, best.runs)
-    return difference is None or not difference.is_settled
+    judged = (one for one in group.ranked if one.label not in controls)
+    above = (one for one in judged if one.standing is None or one.standing.verdict == "beaten")
+    able = [(one, one.low, one.high) for one in above if one.low is not None and one.high is not None]
+    near = [one for one, low, high in able if low <= able[0][2] and able[0][1] <= high]
+    differences = ((one.name, pair(one.runs, near[0].runs)) for one in near)
+    return frozenset(name for name, difference in differences if difference is None or not difference.is_settled)

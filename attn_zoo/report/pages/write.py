@@ -18,7 +18,7 @@ from attn_zoo.report.figures.page import NO_FIGURE
 from attn_zoo.report.figures.svg import render
 from attn_zoo.report.pages.findings import completeness, findings, headline
 from attn_zoo.report.pages.html import build_page, environment_rows, imported_packages
-from attn_zoo.report.tables.all_tables import MOST_ROWS, shown_tables, summary_tables, tables_by_question
+from attn_zoo.report.tables.all_tables import MOST_ROWS, make_tables, shown_tables, summary_tables, tables_by_question
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
@@ -42,15 +42,14 @@ def write_analysis(analysis: Analysis, out: str | Path, *, has_readme: bool = Fa
     that an earlier report wrote and this one does not have are deleted, unless they were changed.
     """
     out = Path(out)
-    by_question = tables_by_question(analysis)
-    tables = [table for tables in by_question.values() for table in tables]
+    by_question, tables = tables_by_question(analysis), make_tables(analysis)
     pictures: list[tuple[Picture, bytes]] = []
     files = {out / "report.html": b""}
     for picture in draw_pictures(analysis, panels=analysis.shown):
         svg = files[out / "figures" / f"{picture.name}.svg"] = render(picture.figure, "svg")
         files[out / "figures" / f"{picture.name}.png"] = render(picture.figure, "png")
         pictures.append((replace(picture, figure=NO_FIGURE), svg))
-    shown = {question: shown_tables(analysis, tables, MOST_ROWS) for question, tables in by_question.items()}
+    shown = {question: shown_tables(analysis, every, MOST_ROWS) for question, every in by_question.items()}
     files[out / "report.html"] = build_page(analysis, shown, pictures).encode()
     for table in tables:
         whole = table if table.is_view else table.cut(MOST_ROWS)

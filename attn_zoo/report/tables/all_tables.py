@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.folder import missing_shards
 from attn_zoo.report.analysis.analyse import Analysis
+from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.scores import AccuracyGroup
 from attn_zoo.report.tables.efficiency_tables import efficiency_table, flops_table
 from attn_zoo.report.tables.error_tables import (
@@ -141,23 +143,20 @@ def find_table(analysis: Analysis, name: str) -> Table:
 
 def status_table(analysis: Analysis) -> Table:
     """Return what did not run and why: a row for each variant, outcome and reason, passes and lengths joined."""
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    for one in (*analysis.results.observations, *analysis.results.left):
-        cell, record = one.cell, one.record
-        if record.status != "ok":
-            training = f"{cell.task} {cell.level or ''}".strip()
-            what = training if one.is_training else cell.inputs or PASS_TITLES.get(cell.pass_ or "", "")
-            key = (one.label, record.status, cell.dtype, cell.device, record.reason, what)
-            grouped.setdefault(key, []).append(0 if one.is_training else cell.seq_len or 0)
-    joined: dict[tuple[str, ...], tuple[list[str], int]] = {}
-    for (*key_of_row, what), lengths in sorted(grouped.items()):
-        row = (*key_of_row, _length_list(lengths))
-        names, num_cells = joined.get(row, ([], 0))
-        joined[row] = [*names, what], num_cells + len(lengths)
-    fields = ("variant", "status", "what", "dtype", "device", "reason", "num_cells", "lengths")
+    every = (*analysis.results.observations, *analysis.results.left)
+    missing = sorted(grouped((one for one in every if one.record.status != "ok"), _why_missing).items())
     rows = [
-        dict(zip(fields, (*key[:2], ", ".join(filter(None, names)), *key[2:5], num_cells, key[5]), strict=True))
-        for key, (names, num_cells) in joined.items()
+        {
+            "variant": label,
+            "status": status,
+            "what": ", ".join(what for (*_, what), _ in same if what),
+            "dtype": dtype,
+            "device": device,
+            "reason": reason,
+            "num_cells": sum(len(cells) for _, cells in same),
+            "lengths": lengths,
+        }
+        for (label, status, dtype, device, reason, lengths), same in grouped(missing, _row_of).items()
     ]
     if any(run.num_unread for run in analysis.results.runs):
         note = _OF_READ if rows else _NONE_READ_FAILED
@@ -184,12 +183,24 @@ def status_table(analysis: Analysis) -> Table:
             text_column("reason", priority=2),
         ),
         rows=tuple(rows),
-        fields_if_empty=fields,
+        fields_if_empty=("variant", "status", "what", "dtype", "device", "reason", "num_cells", "lengths"),
     )
 
 
-def _length_list(lengths: list[int]) -> str:
-    known = sorted({length for length in lengths if length})
-    if len(known) > 3:
-        return f"{human_length(known[0])} to {human_length(known[-1])} ({len(known)})"
-    return ", ".join(human_length(length) for length in known)
+_Key = tuple[str, ...]
+
+
+def _why_missing(one: Observation) -> _Key:
+    """Return what tells rows apart, and what was to be measured last."""
+    cell, record = one.cell, one.record
+    training = f"{cell.task} {cell.level or ''}".strip()
+    what = training if one.is_training else cell.inputs or PASS_TITLES.get(cell.pass_ or "", "")
+    return one.label, record.status, cell.dtype, cell.device, record.reason, what
+
+
+def _row_of(missing: tuple[_Key, Sequence[Observation]]) -> _Key:
+    """Return what tells rows apart, and the lengths in words instead of what was to be measured."""
+    (*rest, _), cells = missing
+    known = sorted({one.cell.seq_len for one in cells if one.cell.seq_len and not one.is_training})
+    lengths = [human_length(length) for length in known]
+    return *rest, ", ".join(lengths) if len(known) < 4 else f"{lengths[0]} to {lengths[-1]} ({len(lengths)})"

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from attn_zoo.errors import counted
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.error_tables import error_text
-from attn_zoo.report.tables.table import Column, Row, Table, interval_column, number_column, text_column, time_column
-from attn_zoo.report.units import human_length, human_number
+from attn_zoo.report.tables.table import (
+    Column,
+    Note,
+    Row,
+    Table,
+    interval_column,
+    number_column,
+    text_column,
+    time_column,
+)
+from attn_zoo.report.units import human_length, human_number, with_ends
 from attn_zoo.report.wording import PANEL_FIELDS, doubt_words, setting_words
 
 SAME_WITHIN = 0.02
@@ -21,13 +30,31 @@ RATIO = replace(interval_column("ratio", "ratio", human_number, priority=0), bri
 """Of the time of the second run over that of the first; the interval is never left out."""
 
 
+def _two_runs(
+    name: str, what: str, notes: Note, cell: Iterable[Column], numbers: Iterable[Column], rows: Sequence[Row]
+) -> Table:
+    """Return a table of cells that both runs have: which they are, what each run has of them, and the verdict."""
+    return Table(
+        name=name,
+        title=f"Two runs, {what}",
+        notes=notes,
+        columns=(
+            text_column("variant", "label", priority=0),
+            *cell,
+            text_column("setting", priority=0),
+            *numbers,
+            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+        ),
+        rows=tuple({**row, "setting": setting} for row, setting in zip(rows, settings_apart(rows), strict=True)),
+    )
+
+
 def times_table(rows: Sequence[Row]) -> Table:
     """Return the times of cells that both runs have; see `attn_zoo.report.compare.Comparison`."""
-    settings = settings_apart(rows)
     counts = [int(count) for row in rows for side in "ab" if (count := row[f"num_processes_{side}"])]
-    return Table(
-        name="compare",
-        title="Two runs, cell by cell",
+    return _two_runs(
+        "compare",
+        "cell by cell",
         notes=(
             "Ratio: time of the second over that of the first, with its 95 % interval.",
             (
@@ -37,21 +64,14 @@ def times_table(rows: Sequence[Row]) -> Table:
             ),
             doubt_words(counts),
         ),
-        columns=(
-            text_column("variant", "label", priority=0),
-            text_column("pass", priority=0),
-            number_column("length", "seq_len", human_length, priority=0),
-            *([text_column("setting", priority=0)] if any(settings) else []),
+        cell=(text_column("pass", priority=0), number_column("length", "seq_len", human_length, priority=0)),
+        numbers=(
             time_column("first", suffix="_a", priority=2),
             time_column("second", suffix="_b", priority=2),
             RATIO,
-            *([_MEMORY] if any(_has_other_memory(row) for row in rows) else []),
-            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
+            _MEMORY,
         ),
-        rows=tuple(
-            {**row, "setting": setting, "word": str(row["verdict"]).partition(" ")[0]}
-            for row, setting in zip(rows, settings, strict=True)
-        ),
+        rows=[{**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows],
     )
 
 
@@ -93,10 +113,9 @@ def _verdict_word(row: Row) -> str:
 
 def errors_table(rows: Sequence[Row]) -> Table:
     """Return the errors beside exact attention that both runs measured."""
-    settings = settings_apart(rows)
-    return Table(
-        name="compare-errors",
-        title="Two runs, error by error",
+    return _two_runs(
+        "compare-errors",
+        "error by error",
         notes=(
             (
                 "Errors beside exact attention, means over common seeds; the ratio is that of the second over the "
@@ -107,43 +126,34 @@ def errors_table(rows: Sequence[Row]) -> Table:
                 "agree where a change by more than the limit is excluded, or where only rounding is left in both."
             ),
         ),
-        columns=(
-            text_column("variant", "label", priority=0),
-            text_column("inputs", priority=0),
-            number_column("length", "seq_len", human_length, priority=0),
-            *([text_column("setting", priority=0)] if any(settings) else []),
+        cell=(text_column("inputs", priority=0), number_column("length", "seq_len", human_length, priority=0)),
+        numbers=(
             number_column("first", "error_a", error_text, priority=1),
             number_column("second", "error_b", error_text, priority=1),
             RATIO,
-            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
         ),
-        rows=tuple({**row, "setting": setting} for row, setting in zip(rows, settings, strict=True)),
+        rows=rows,
     )
 
 
 def scores_table(rows: Sequence[Row]) -> Table:
     """Return the scores of variants that both runs trained."""
-    settings = settings_apart(rows)
 
     def difference(row: Row) -> str:
-        metric = Metric(row["metric"])
         if row["difference"] is None:
             return ""
-        ends = (row["difference_low"], row["difference_high"])
-        text = metric.signed(row["difference"])
-        return text if None in ends else f"{text} [{metric.signed(ends[0])}, {metric.signed(ends[1])}]"
+        signed = Metric(row["metric"]).signed
+        return with_ends(signed(row["difference"]), row["difference_low"], row["difference_high"], signed)
 
-    first, second = (
-        Column(
-            heading=heading,
-            show=lambda row, key=key: "" if row[key] is None else Metric(row["metric"]).show(row[key]),  # type: ignore[misc]
-            priority=1,
-        )
-        for heading, key in (("first", "score_a"), ("second", "score_b"))
-    )
-    return Table(
-        name="compare-scores",
-        title="Two runs, score by score",
+    def column(heading: str, key: str) -> Column:
+        def show(row: Row) -> str:
+            return "" if row[key] is None else Metric(row["metric"]).show(row[key])
+
+        return Column(heading=heading, show=show, priority=1)
+
+    return _two_runs(
+        "compare-scores",
+        "score by score",
         notes=(
             (
                 "Mean scores on test, over common seeds; the difference is the second minus the first, paired by seed, "
@@ -154,14 +164,11 @@ def scores_table(rows: Sequence[Row]) -> Table:
                 "are needed. They agree where a difference by more than the limit is excluded."
             ),
         ),
-        columns=(
-            text_column("variant", "label", priority=0),
-            text_column("task", priority=0),
-            *([text_column("setting", priority=0)] if any(settings) else []),
-            first,
-            second,
+        cell=(text_column("task", priority=0),),
+        numbers=(
+            column("first", "score_a"),
+            column("second", "score_b"),
             Column(heading="difference", show=difference, sort=lambda row: row["difference"], priority=0),
-            Column(heading="verdict", show=_verdict_word, align="left", priority=0),
         ),
-        rows=tuple({**row, "setting": setting} for row, setting in zip(rows, settings, strict=True)),
+        rows=rows,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from attn_zoo.records import is_one_token
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.contradictions import flops_ratios
-from attn_zoo.report.analysis.efficiency import CONVENTIONS, OF_DECODING, SHARE, Efficiency
+from attn_zoo.report.analysis.efficiency import Efficiency
+from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import shown_doubts
 from attn_zoo.report.tables.table import MARK_REMARKS, Column, Remark, Table, number_column, text_column
@@ -16,24 +18,37 @@ from attn_zoo.report.tables.time_tables import pass_columns
 from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, marks_of
 
+_OF_CALLS = (
+    "Useful FLOPs, by formula, a multiply-add being two, padding included; a backward counts as {ratios} forwards. "
+    "Fewest bytes: inputs and the mechanism's own weights read and output written once; a backward twice that (inputs, "
+    "output and its gradient read, gradients of the inputs written)."
+)
+_OF_DECODING = (
+    "Of a decoded token: FLOPs as counted, a multiply-add being two; fewest bytes: weights and what it must read of "
+    "its state read once, its inputs read and its output written once."
+)
+_SHARE = (
+    "Share of the roof: FLOPs / product rate or bytes / copy rate, whichever is longer, over the median time{alone}."
+)
 
-def _conventions(*panels: Panel) -> str:
+
+def _conventions(panels: Sequence[Panel]) -> str:
     """Say what counts. The ratio of a layer varies with the length: its projections have another one."""
     whole = [panel for panel in panels if not is_one_token(panel.pass_)]
-    by_label: dict[str, list[float]] = {}
-    for panel in whole:
-        for label, rows in panel.efficiency.items():
-            by_label.setdefault(label, []).extend(row.backward_ratio or 0.0 for row in rows)
-    by_ratio: dict[str, list[str]] = {}
-    for label, ratios in sorted(by_label.items(), key=lambda item: (min(item[1]), item[0])):
-        ends = dict.fromkeys(f"{end:.3g}" for end in (min(ratios), max(ratios)))
-        by_ratio.setdefault(" to ".join(ends), []).append(label)
+    rows = (row for panel in whole for own in panel.efficiency.values() for row in own)
+    by_label = grouped(rows, lambda row: row.label).items()
+    ratios = {label: sorted(row.backward_ratio or 0.0 for row in own) for label, own in by_label}
+
+    def ends(label: str) -> str:
+        return " to ".join(dict.fromkeys(f"{end:.3g}" for end in (ratios[label][0], ratios[label][-1])))
+
+    by_ratio = grouped(sorted(ratios, key=lambda label: (ratios[label][0], label)), ends)
     words = " or ".join(f"{ratio} ({', '.join(labels)})" for ratio, labels in by_ratio.items())
     has_device = any(point.device_ms for panel in panels for point in panel.points)
     alone = " (of the GPU alone, where that was measured)" if has_device else ""
-    said = [CONVENTIONS.format(ratios=words)] if whole else []
-    said += [OF_DECODING] if len(whole) < len(panels) else []
-    return " ".join([*said, SHARE.format(alone=alone)])
+    said = [_OF_CALLS.format(ratios=words)] if whole else []
+    said += [_OF_DECODING] if len(whole) < len(panels) else []
+    return " ".join([*said, _SHARE.format(alone=alone)])
 
 
 def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | None:
@@ -48,13 +63,12 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
         for label in _by_share(panel)
         for point in panel.efficiency[label][-1 if is_brief else 0 :]
     ]
-    has_mfu = any(row["mfu"] is not None for row in rows)
     roofs = dict.fromkeys(ceilings_words(panel.ceilings) for panel in panels if panel.ceilings is not None)
     return Table(
         name="efficiency-longest" if is_brief else "efficiency",
         title="Efficiency at the longest length" if is_brief else "Efficiency",
         notes=(
-            _conventions(*panels),
+            _conventions(panels),
             Remark(
                 "Realised: the measured speed-up over exact attention as a share of the one that the FLOPs promise.",
                 heading="realised",
@@ -69,12 +83,13 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             *pass_columns(panels),
             number_column("length", "seq_len", human_length, priority=0),
             number_column("time", "time_ms", human_ms, priority=1, marks="marks"),
-            *(_RATES if any(row["flops"] is not None for row in rows) else []),
+            number_column("FLOPs", "flops", human_flops, priority=5),
+            number_column("FLOP/s", "flops_per_s", human_flop_rate, priority=1),
             number_column("bytes/s", "bytes_per_s", human_bandwidth, priority=2),
             number_column("of the roof", "roof_frac", percent, priority=0),
-            *([number_column("MFU", "mfu", percent, priority=2)] if has_mfu else []),
-            *([_REALISED] if any(row["realised"] is not None for row in rows) else []),
-            *([text_column("above the roof", "doubt", priority=6)] if any(row["doubt"] for row in rows) else []),
+            number_column("MFU", "mfu", percent, priority=2),
+            number_column("realised", "realised", percent, priority=1, marks="realised_marks"),
+            text_column("above the roof", "doubt", priority=6),
         ),
         rows=tuple(rows),
         is_view=is_brief,
@@ -83,15 +98,9 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
 
 def _by_share(panel: Panel) -> list[str]:
     """Return the labels with the largest share of the roof first; who is not judged comes last."""
-    judged = {series.label for series in panel.series if series.is_judged}
-    return sorted(panel.efficiency, key=lambda label: (label not in judged, -panel.efficiency[label][-1].roof_frac))
-
-
-_RATES = (
-    number_column("FLOPs", "flops", human_flops, priority=5),
-    number_column("FLOP/s", "flops_per_s", human_flop_rate, priority=1),
-)
-_REALISED = number_column("realised", "realised", percent, priority=1, marks="realised_marks")
+    return sorted(
+        panel.efficiency, key=lambda label: (label not in panel.judged, -panel.efficiency[label][-1].roof_frac)
+    )
 
 
 def _long_row(panel: Panel, point: Efficiency, shown: frozenset[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from attn_zoo.report.tables.table import (
     without_interval,
 )
 from attn_zoo.report.tables.time_tables import by_importance
-from attn_zoo.report.units import capital, human_flops, human_length, human_number, percent
+from attn_zoo.report.units import capital, human_flops, human_length, human_number, percent, with_ends
 from attn_zoo.report.wording import NO_RECORD
 
 MEAN = "mean of the values"
@@ -66,8 +66,7 @@ def error_interval(point: ErrorPoint) -> str:
     """Return an error with its interval, or a word where there is none."""
     if point.value is None:
         return point.word
-    ends = "" if point.low is None or point.high is None else f" [{error_text(point.low)}, {error_text(point.high)}]"
-    return f"{error_text(point.value)}{ends}"
+    return with_ends(error_text(point.value), point.low, point.high, error_text)
 
 
 _Found = ErrorPoint | float | None

@@ -8,6 +8,7 @@ from typing import Any
 from attn_zoo.records import EQUAL_WEIGHTS, Replacement
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, mean_with_interval
 from attn_zoo.report.tables.error_tables import MEAN, error_text
+from attn_zoo.report.tables.score_tables import group_table, mean_values
 from attn_zoo.report.tables.table import (
     BRACKETS,
     Remark,
@@ -34,6 +35,9 @@ def head_error(score: LabelScore) -> tuple[float | None, float | None, float | N
 
 def exchange_table(group: AccuracyGroup) -> Table | None:
     """Return what each mechanism costs the models that it was put into; None where models were trained with theirs."""
+    every = [each for score in group.scores for _, each in exchanges(score)]
+    if not every:
+        return None
     rows: list[dict[str, Any]] = []
     for score in group.ranked:
         found = exchanges(score)
@@ -42,35 +46,29 @@ def exchange_table(group: AccuracyGroup) -> Table | None:
         rows.append(
             {
                 "variant": score.name,
-                **interval_values("score", score.mean, score.low, score.high),
+                **mean_values("score", score),
                 **interval_values("difference", *lost),
                 **interval_values("error", *head_error(score)),
                 "by_layer": ", ".join(error_text(fmean(own)) for own in layers),
                 "num_new_params": max((each.num_new_params for _, each in found), default=None),
-                "failed": score.failed,
+                "failed": score.trial.failed,
             }
         )
-    every = [each for score in group.scores for _, each in exchanges(score)]
-    if not every:
-        return None
     metric, own = group.metric, group.setting.replaces
-    empty = dict.fromkeys(rows[0])
-    rows.append(
-        {
-            **empty,
-            "variant": MEAN,
-            "score": group.floors[EQUAL_WEIGHTS],
-            "error": fmean(each.mean_error for each in every),
-        }
-    )
+    control = {
+        "variant": MEAN,
+        "score": group.floors[EQUAL_WEIGHTS],
+        "error": fmean(each.mean_error for each in every),
+    }
+    rows.append(dict.fromkeys(rows[0]) | control)
     keys = [layer.num_effective_keys for each in every for layer in each.layers]
-    spread = f"{human_number(min(keys))} to {human_number(max(keys))}" if keys else ""
+    spread = f"{human_number(min(keys))} to {human_number(max(keys))}"
     difference = f"vs as trained, {metric.unit}"
-    return Table(
-        name=f"exchange-{group.name}",
-        title=f"What it does to trained models: {group.heading}",
+    return group_table(
+        group,
+        "exchange",
+        "What it does to trained models",
         notes=(
-            f"{capital(group.how)}.",
             f"Models were trained with {own}, and the mechanism put in its place between the same projections.",
             Remark(
                 f"{difference}: what the same models score with {own} is subtracted, seed by seed.", heading=difference
@@ -92,7 +90,7 @@ def exchange_table(group: AccuracyGroup) -> Table | None:
             interval_column("error of heads", "error", error_text, priority=0.5),
             text_column("by layer", "by_layer", priority=3),
             number_column("weights as drawn", "num_new_params", "{:,.0f}".format, priority=2),
-            *([text_column("no score", "failed", priority=1.5)] if any(row["failed"] for row in rows) else []),
+            text_column("no score", "failed", priority=1.5),
         ),
-        rows=tuple(rows),
+        rows=rows,
     )

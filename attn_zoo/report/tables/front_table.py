@@ -44,25 +44,24 @@ def front_table(analysis: Analysis) -> Table | None:
     Speed-ups are over the fastest exact variant, whose row has the times themselves. Where nothing was timed or
     trained, these are the errors at the longest length.
     """
-    panel = lead_panel(analysis.panels)
-    lengths = _lengths(panel) if panel else []
-    scores = _score_columns(analysis)
     if (group := front_errors(analysis)) is not None:
         front = error_overview_table(group)
         return replace(front, name="front") if front else None
+    panel, scores = lead_panel(analysis.panels), _score_columns(analysis)
     if panel is None and not scores:
         return None
+    lengths = _lengths(panel) if panel else []
     labels = sorted(
         {*(one.label for one in (panel.series if panel else ())), *(label for one in scores for label in one.texts)},
         key=lambda label: (_standing(label, panel, scores), label),
     )
-    rows, ranks = [_row(label, panel, lengths) for label in labels], by_importance(lengths) if lengths else []
+    rows, ranks = [_row(label, panel, lengths) for label in labels], by_importance(lengths)
     columns = [
         text_column("variant", priority=0),
         *(_column(human_length(length), str(length), 0.1 * ranks.index(length)) for length in lengths),
     ]
     best = {"variant": "best"} | {one.key: one.best for one in scores}
-    if panel is not None and lengths:
+    if panel is not None:
         fastest = {str(one.seq_len): some(one.labels, joint=" or ") for one in panel.winners if len(one.rivals) > 1}
         best |= {str(length): fastest.get(str(length), "no rival") for length in lengths}
         if peaks := panel.peaks:
@@ -135,7 +134,7 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int]) -> dict[str, A
 
 
 def _time_or_factor(point: Point, panel: Panel, series: Series) -> str:
-    beside = panel.speed_up(series.label, point.seq_len)
+    beside = panel.speed_up(series, point.seq_len)
     if beside is None:
         return marked(human_ms(point.median_ms), marks_of(point.doubts, panel.shown_doubts))
     text = factor_text(beside, panel.shown_doubts)
@@ -174,7 +173,7 @@ def _score_columns(analysis: Analysis) -> list[_Scores]:
     groups = shown_groups(analysis)
     has_one_kind = len({(group.setting.protocol, group.metric.name) for group in groups}) == 1
     for group in groups:
-        texts = {one.name: one.failed if one.mean is None else _score(one, group.metric) for one in group.ranked}
+        texts = {one.name: one.trial.failed if one.mean is None else _score(one, group.metric) for one in group.ranked}
         above = (one for one in group.ranked if one.standing is None or one.standing.verdict == "beaten")
         best = _best({one.name: (one.label, one.mean) for one in above if one.mean is not None}, analysis)
         heading = group.title if has_one_kind else f"{group.heading}, {group.metric.words}"
@@ -269,7 +268,7 @@ def _about_scores(analysis: Analysis) -> Note:
 def _over(panel: Panel, lengths: Sequence[int]) -> Note:
     """Say what factors are over: one exact variant of the same rounds, or the fastest of all."""
     assert panel.baseline is not None
-    found = [panel.speed_up(series.label, point.seq_len) for series in panel.series for point in series.points]
+    found = [panel.speed_up(series, point.seq_len) for series in panel.series for point in series.points]
     in_turns = dict.fromkeys(one.against for one in found if one is not None and one.is_in_turns)
     alone = "" if all(length in panel.exact for length in lengths) else ", and where none was measured,"
     times = f"in rows of exact ones{alone} the median time."

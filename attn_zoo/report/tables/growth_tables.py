@@ -80,10 +80,9 @@ def exponent_table(analysis: Analysis) -> Table:
 
 def _slowest_growth_first(panel: Panel, fits: Mapping[str, Growth]) -> list[Growth]:
     """Return what has slopes; without an exponent it comes after those that have one, who is not judged last."""
-    judged = {series.label for series in panel.series if series.is_judged}
 
     def standing(growth: Growth) -> tuple[bool, float]:
-        return growth.label not in judged, growth.exponent.value if growth.exponent else math.inf
+        return growth.label not in panel.judged, growth.exponent.value if growth.exponent else math.inf
 
     return sorted((growth for growth in fits.values() if growth.slopes), key=standing)
 
@@ -254,10 +253,9 @@ def _crossing_rank(row: Row) -> float | None:
 
 def _crossings_of(panel: Panel) -> Iterator[list[Crossing]]:
     """Yield the crossings of each quantity, cheaper first, those of one variant together and of controls last."""
-    controls = {series.label for series in panel.series if not series.is_judged}
     for every in (panel.crossings, panel.device_crossings, panel.memory_crossings):
         main = {one.label: one.rank for one in every if one.is_main}
-        yield sorted(every, key=lambda one: (one.label in controls, main.get(one.label, one.rank), one.label))
+        yield sorted(every, key=lambda one: (one.label not in panel.judged, main.get(one.label, one.rank), one.label))
 
 
 def _crossing_interval(row: Row) -> str:

@@ -90,7 +90,6 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
     if not sources or group.metric.is_lower_better:
         return None
     rows = _rows(group, sources, variants)
-    costs = any(row["cost"] for row in rows)
     return Table(
         name=f"published-{group.name}",
         title=f"Published values, not ours: {task}",
@@ -98,7 +97,7 @@ def published_table(group: AccuracyGroup, variants: Mapping[str, str]) -> Table 
         columns=(
             replace(text_column("model", priority=0), brief=lambda text: text.partition(" / ")[0]),
             *(_value_column(source.name) for source in sources),
-            *([text_column("hours, GB (printed)", "cost", priority=3)] if costs else []),
+            text_column("hours, GB (printed)", "cost", priority=3),
             text_column(f"ours ({group.setting.level})", "ours", priority=0.5),
         ),
         rows=tuple(rows),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -31,7 +30,6 @@ from attn_zoo.report.tables.table import (
     text_column,
 )
 from attn_zoo.report.units import Units, capital, human_flops, human_s
-from attn_zoo.report.wording import failure_words
 
 
 def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:
@@ -41,14 +39,14 @@ def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:
         "name": score.name,
         "label": score.label,
         "start": group.words_of(score.start),
-        "tuned": score.trial,
+        "tuned": score.trial.words,
         "num_trials": score.num_trials,
-        **_interval("score", score),
+        **mean_values("score", score),
         "size_error": score.size_error,
-        "validation": score.validation,
+        "validation": score.trial.validation,
         "num_seeds": len(score.values),
         "num_runs": len(score.runs),
-        **_interval("difference", difference),
+        **mean_values("difference", difference),
         "num_paired": difference.num_paired if difference else None,
         "is_settled": difference.is_settled if difference else None,
         "best_floor": standing.floor if standing else "",
@@ -56,12 +54,17 @@ def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:
         "gain_over_floor": standing.gain if standing else None,
         "stands": standing.brief if standing else "",
         "verdict": standing.words if standing else "",
-        "failed": score.failed,
+        "failed": score.trial.failed,
         "params": score.other_size,
         "params_excess_frac": score.params_excess,
         **score.costs,
         "is_time_shared": score.is_shared,
     }
+
+
+def mean_values(key: str, found: LabelScore | Difference | None) -> dict[str, Any]:
+    """Return what a row holds of a mean for `interval_column`."""
+    return interval_values(key, *((found.mean, found.low, found.high) if found else (None, None, None)))
 
 
 def _floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
@@ -72,7 +75,7 @@ def _floor_rows(group: AccuracyGroup, fields: tuple[str, ...]) -> list[Row]:
     return [{**dict.fromkeys(fields), "variant": name, "score": value} for name, value in marks]
 
 
-def _about(
+def group_table(
     group: AccuracyGroup, kind: str, title: str, notes: Note, columns: Iterable[Column], rows: Iterable[Row]
 ) -> Table:
     """Return a table of one group; its note begins with what all its runs share."""
@@ -120,12 +123,12 @@ def accuracy_table(group: AccuracyGroup, padded: Container[str] = ()) -> Table:
     if errors and size:
         size += f" alone make a standard error of up to {metric.show(max(errors))}"
     tuned = f"Tuned: {', '.join(group.setting.tuned)}; of each variant the trial best on validation, shown on test."
-    return _about(
+    return group_table(
         group,
         "accuracy",
         metric.title,
         notes=(
-            Remark(tuned if group.setting.tuned else "", heading="tuned"),
+            Remark(tuned, heading="tuned"),
             "Mean over seeds.",
             Remark("In brackets: 95 % t-interval over seeds; one seed has none.", sign="["),
             Remark(
@@ -148,8 +151,8 @@ def accuracy_table(group: AccuracyGroup, padded: Container[str] = ()) -> Table:
             Column(heading="seeds", show=_seeds, sort=lambda row: row["num_seeds"]),
             interval_column(difference, "difference", metric.signed, priority=1.5),
             number_column(over, "gain_over_floor", metric.signed, priority=3),
-            *([text_column("no score", "failed", priority=3.1)] if any(row["failed"] for row in rows) else []),
-            *([text_column("tuned", priority=3.5)] if group.setting.tuned else []),
+            text_column("no score", "failed", priority=3.1),
+            text_column("tuned", priority=3.5),
             text_column("best floor", "stands", priority=4),
             *([number_column("error of test size", "size_error", metric.show, priority=5)] if errors else []),
         ),
@@ -157,30 +160,26 @@ def accuracy_table(group: AccuracyGroup, padded: Container[str] = ()) -> Table:
     )
 
 
-def _is_pretrained(group: AccuracyGroup) -> bool:
-    return any(score.start for score in group.scores)
-
-
 def cost_table(group: AccuracyGroup) -> Table:
     """Return what each score cost: parameters, FLOPs, time, memory, padding."""
     rows = [_row(group, score) for score in group.ranked]
     sizes = f"Parameters: what is more than 10 % away from {group.baseline} says so."
     machines = f"Runs come from {group.num_machines} machines: their times do not compare."
-    return _about(
+    return group_table(
         group,
         "cost",
         "What it cost",
         notes=(
             "Means over seeds; of memory the most.",
             Remark(sizes if group.baseline else "", heading="parameters"),
-            "Self-pretraining is additional." if _is_pretrained(group) else "",
+            "Self-pretraining is additional." if any(group.starts) else "",
             Remark("(shared): other cells ran on the device meanwhile; these do not compare.", sign="(shared)"),
             machines if group.num_machines > 1 else "",
         ),
         columns=(
             text_column("variant", "name", priority=0),
             number_column(group.metric.words, "score", group.metric.show, priority=0),
-            *(_cost_column(cost, rows) for cost in COSTS if any(_is_known(cost, row) for row in rows)),
+            *(_cost_column(cost, rows) for cost in COSTS),
         ),
         rows=rows,
     )
@@ -201,13 +200,14 @@ def _cost_column(cost: Measurement, rows: Sequence[Row]) -> Column:
     show = cost.show.fixed(row[cost.name] for row in rows) if isinstance(cost.show, Units) else cost.show
 
     def noted(row: Row) -> str:
+        if not _is_known(cost, row):
+            return ""
         extra = row["params"] if cost.name == "num_params" else ""
         if cost.is_of_time and row["is_time_shared"]:
             extra = "shared"
-        text = show(row[cost.name]) if _is_known(cost, row) else ""
-        return f"{text} ({extra})" if text and extra else text
+        return show(row[cost.name]) + (f" ({extra})" if extra else "")
 
-    return replace(number_column(cost.heading, cost.name, show, priority=cost.priority), show=noted, fit=None)
+    return Column(heading=cost.heading, show=noted, sort=lambda row: row[cost.name], priority=cost.priority)
 
 
 def equal_cost_table(group: AccuracyGroup) -> Table | None:
@@ -232,13 +232,13 @@ def equal_cost_table(group: AccuracyGroup) -> Table | None:
         number_column(headings[axis](limit), f"at_{axis}", group.metric.show, priority=0)
         for axis, limit in limits.items()
     ]
-    return _about(
+    return group_table(
         group,
         "equal-cost",
         "Validation at equal cost",
         notes=(
             "Best validation score within what every variant has spent, mean over seeds.",
-            "Steps are those after self-pretraining; other costs count it." if _is_pretrained(group) else "",
+            "Steps are those after self-pretraining; other costs count it." if any(group.starts) else "",
             f"{spent} of an evaluation are those of the whole run times its share of the steps." if spent else "",
             f"{capital(COMPILED_FIRST)}." if "seconds" in limits and compiles(group.scores) else "",
         ),
@@ -259,28 +259,25 @@ def trials_table(group: AccuracyGroup) -> Table | None:
     """Return every trial of every label with its validation score; None where nothing was tuned."""
     if not group.setting.tuned:
         return None
-    names = {(score.label, score.start): score.name for score in group.scores}
     rows = []
-    for key, trials in group.trials.items():
-        for trial in trials:
+    for score in group.scores:
+        for trial in group.trials[score.label, score.start]:
             mean, *ends = mean_with_interval([run.score.validation for run in trial.runs if run.score])
-            failed = [run.record.status for run in trial.runs if not run.score]
-            tests = [run.score.value for run in trial.runs if run.score]
             rows.append(
                 {
-                    "variant": names[key],
+                    "variant": score.name,
                     "trial": trial.words,
                     "values": ", ".join(str(trial.values.get(name, "")) for name in group.setting.tuned),
                     **interval_values("validation", mean, *(group.metric.inside(end) for end in ends)),
                     "num_seeds": len(trial.scored),
-                    "test": fmean(tests) if tests and trial.is_selected else None,
-                    "failed": failure_words(failed, len(trial.runs)),
+                    "test": score.mean if trial.is_selected else None,
+                    "failed": trial.failed,
                     "is_selected": trial.is_selected,
                 }
             )
     counts = sorted({len(trials) for trials in group.trials.values()})
     how_many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return _about(
+    return group_table(
         group,
         "tuning",
         "Tuning",
@@ -303,7 +300,7 @@ def trials_table(group: AccuracyGroup) -> Table | None:
             interval_column("validation", "validation", group.metric.show, priority=0, show_end=group.metric.end),
             number_column("seeds", "num_seeds", "{:.0f}".format),
             number_column("test", "test", group.metric.show, priority=1),
-            *([text_column("no score", "failed", priority=1)] if any(row["failed"] for row in rows) else []),
+            text_column("no score", "failed", priority=1),
         ),
         rows=rows,
     )
@@ -329,7 +326,7 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
             number_column("more time", f"extra_s_{index}", human_s, priority=2),
         ]
     learned = f"What was learned before: {others[0]}." if len(others) == 1 else ""
-    return _about(
+    return group_table(
         group,
         "pretraining",
         "From scratch and self-pretrained",
@@ -347,7 +344,7 @@ def pretraining_table(group: AccuracyGroup) -> Table | None:
 
 def _gains(group: AccuracyGroup, label: str, starts: list[str]) -> dict[str, Any]:
     scratch = group.find(label)
-    row: dict[str, Any] = {"variant": label, **_interval("scratch", scratch)}
+    row: dict[str, Any] = {"variant": label, **mean_values("scratch", scratch)}
     for index, start in enumerate(starts):
         after = group.find(label, start)
         gain = pair(after.runs, scratch.runs) if after and scratch else None
@@ -356,15 +353,11 @@ def _gains(group: AccuracyGroup, label: str, starts: list[str]) -> dict[str, Any
             ends = [None if end is None else -end for end in (ends[0], ends[2], ends[1])]
         row |= {
             f"start_{index}": start,
-            **_interval(f"after_{index}", after),
+            **mean_values(f"after_{index}", after),
             **interval_values(f"gain_{index}", *ends),
             f"extra_s_{index}": after.costs["pretrain_s"] if after else None,
         }
     return row
-
-
-def _interval(key: str, found: LabelScore | Difference | None) -> dict[str, Any]:
-    return interval_values(key, *((found.mean, found.low, found.high) if found else (None, None, None)))
 
 
 def overview_table(overview: Overview) -> Table:
@@ -380,7 +373,7 @@ def overview_table(overview: Overview) -> Table:
                 "variant": label,
                 **interval_values("mean", overview.mean(label), *overview.interval(label)),
                 **{title: score.mean if score else None for title, score in cells.items()},
-                **{f"no score: {title}": score.failed if score else "" for title, score in cells.items()},
+                **{f"no score: {title}": score.trial.failed if score else "" for title, score in cells.items()},
             }
         )
     best = {group.task_title: group.best_mark[1] if group.best_mark else None for group in overview.groups}
@@ -400,7 +393,7 @@ def overview_table(overview: Overview) -> Table:
         ),
         columns=(
             text_column("variant", priority=0),
-            *([interval_column("mean", "mean", show, priority=0, show_end=overview.metric.end)] if has_mean else []),
+            interval_column("mean", "mean", show, priority=0, show_end=overview.metric.end),
             *(
                 # What the mean is over goes last: nobody could tell whence it comes.
                 _task_column(group.task_title, overview.metric, 1 + index / 100 + (group not in overview.common))

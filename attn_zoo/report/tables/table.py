@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.units import Units, clean, human_ms, shorten
+from attn_zoo.report.units import Units, clean, human_ms, shorten, with_ends
 from attn_zoo.report.wording import MARKS, outcome
 
 Row = Mapping[str, Any]
@@ -211,8 +211,7 @@ def interval_column(
     def full(row: Row) -> str:
         if row[key] is None:
             return ""
-        ends = (row[f"{key}_low"], row[f"{key}_high"])
-        text = show(row[key]) + ("" if None in ends else f" [{end(ends[0])}, {end(ends[1])}]")
+        text = with_ends(show(row[key]), row[f"{key}_low"], row[f"{key}_high"], end)
         return marked(text, row[marks] if marks else "")
 
     return Column(heading=heading, show=full, brief=without_interval, sort=lambda row: row[key], priority=priority)

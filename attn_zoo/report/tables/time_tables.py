@@ -84,17 +84,14 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
             priority=1 + order.index(length) / (len(order) + 1),
         )
 
-    columns = [text_column("variant", priority=0), *map(column, panel.lengths)]
-    weights = {series.label: weights_words(series) for series in panel.series}
-    if any(weights.values()):
-        columns.append(text_column("weights that grow", "weights", priority=2.5))
+    weights = text_column("weights that grow", "weights", priority=2.5)
     return Table(
         name=f"{quantity}-{panel.name}",
         title=f"{'Time' if quantity == 'time' else 'Peak memory'}, {panel.title}",
         notes=(*_how_to_read(panel, quantity), f"{panel.subtitle}."),
-        columns=tuple(columns),
+        columns=(text_column("variant", priority=0), *map(column, panel.lengths), weights),
         rows=tuple(
-            {"variant": series.label, "weights": weights[series.label]}
+            {"variant": series.label, "weights": weights_words(series)}
             | {
                 f"{unit}_{length}": value(one) if isinstance(one := series.outcomes.get(length), Point) else None
                 for length in panel.lengths
@@ -240,7 +237,7 @@ def _measured(table: Literal["scaling", "steps"]) -> list[Column]:
     return [number_column(each.heading, each.name, each.show, priority=each.priority) for each in shown]
 
 
-def _energy_words(rows: Sequence[Row]) -> Note:
+def _energy_remark(rows: Sequence[Row]) -> Remark:
     """Say of which calls the energy is, and where the GPU waited meanwhile."""
     known = [row for row in rows if row["energy_joules"] is not None and row["is_host_bound"]]
     bound = dict.fromkeys(f"{row['variant']} at {human_length(row['seq_len'])}" for row in known)
@@ -250,7 +247,7 @@ def _energy_words(rows: Sequence[Row]) -> Note:
             f" Of {some(bound)} the host was the limit: the GPU waited between them, and what it drew meanwhile is "
             "counted."
         )
-    return [Remark(said, heading="energy")]
+    return Remark(said, heading="energy")
 
 
 def measurement_table(analysis: Analysis) -> Table:
@@ -274,7 +271,7 @@ def measurement_table(analysis: Analysis) -> Table:
             Remark("Saved: kept for backward.", heading="saved"),
             Remark("Tokens per second: read or written, of all sequences of the batch (k: 1000).", heading="tokens/s"),
             Remark("State: what a decoded token starts from, without the room in its buffers.", heading="state"),
-            *_energy_words(rows),
+            _energy_remark(rows),
             Remark(_SPEED_UP, heading="speed-up"),
             Remark("Host: what it takes to enqueue a call, which calls in a loop take at least.", heading="host"),
             Remark(f"From a graph: {_REPLAYED}", heading="from a graph"),
@@ -348,7 +345,7 @@ def step_table(analysis: Analysis) -> Table | None:
             *MARK_REMARKS,
             Remark(f"Peak memory: {held_words('step')} included.", heading="peak memory"),
             Remark("Saved: what autograd keeps from forward to backward, weights and data included.", heading="saved"),
-            *_energy_words(rows),
+            _energy_remark(rows),
             Remark("First step: compilation included, of which a cache may have spared a part.", heading="first step"),
             subtitles,
         ),
@@ -421,7 +418,7 @@ def turns_table(analysis: Analysis) -> Table | None:
 
 
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
-    rows, judged = [], {series.label for series in panel.series if series.is_judged}
+    rows, judged = [], panel.judged
     for (seq_len, bundle), turns in panel.bundles.items():
         rivals = [(point, label) for label, point in turns if label in judged]
         fastest, fastest_label = fastest_of(rivals or [(point, label) for label, point in turns])

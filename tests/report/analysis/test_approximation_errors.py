@@ -22,7 +22,7 @@ from attn_zoo.report.pages.findings import error_findings, findings, headline
 from attn_zoo.report.pages.leaderboard import leaderboard_readme, read_machines
 from attn_zoo.report.tables.all_tables import make_tables, status_table
 from attn_zoo.report.tables.front_table import front_table
-from tests.report.synthetic import accuracy, approximation, pictures_of, scaling, write_run
+from tests.report.synthetic import accuracy, analysed, approximation, pictures_of, scaling, write_run
 
 
 def over_lengths(variant: str, *errors: float, seeds: int = 2, **more: Any) -> list[Record]:
@@ -42,10 +42,6 @@ RECORDS = [
     *over_lengths("linformer", 0.3, 0.4, inputs="local"),
     *over_lengths("bigbird", 0.5, 0.6, inputs="local"),
 ]
-
-
-def analysed(tmp_path, records):
-    return analyse([write_run(tmp_path / "run", records)])
 
 
 def test_a_curve_is_the_mean_over_seeds_with_its_interval(tmp_path):

@@ -7,22 +7,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.breakdown import axes_of, parts
 from attn_zoo.report.analysis.learning import COMPILED_FIRST, budgets, mean_curve, seed_curves
 from attn_zoo.report.tables.score_tables import equal_cost_table, score_table
 from attn_zoo.report.tables.table import to_csv
 from attn_zoo.report.units import capital
-from tests.report.synthetic import accuracy, write_run
-
-
-def analysed(tmp_path, records):
-    return analyse([write_run(tmp_path / "run", records)])
-
-
-def group(tmp_path, records):
-    (found,) = analysed(tmp_path, records).accuracy
-    return found, {score.name: score for score in found.scores}
+from tests.report.synthetic import accuracy, analysed, group
 
 
 def points(*values, every=100):

@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.observations import read_results
 from attn_zoo.report.pages.findings import headline
 from attn_zoo.statistics.medians import time_summary
-from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
+from tests.report.synthetic import MACHINE, accuracy, analysed, scaling, write_run
 
 ASKED_FOR = {
     *(
@@ -181,7 +181,7 @@ def test_times_of_two_machines_are_not_pooled_and_of_a_training_the_last_counts(
 
 def test_times_by_two_protocols_are_told_apart(tmp_path):
     records = [scaling("full", 512, protocol_version=version) for version in (3, 4)]
-    panels = analyse([write_run(tmp_path / "run", records)]).panels
+    panels = analysed(tmp_path, records).panels
     assert [panel.title for panel in panels] == ["forward, protocol version 3", "forward, protocol version 4"]
     assert len({panel.name for panel in panels}) == 2
 

@@ -6,17 +6,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.findings import headline, overview_finding
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import overview_table
 from attn_zoo.report.tables.table import to_terminal
 from attn_zoo.statistics.paired import interval_of_means
-from tests.report.synthetic import accuracy, write_run
+from tests.report.synthetic import accuracy, analysed
 
 
 def overviews(tmp_path, records):
-    return analyse([write_run(tmp_path / "run", records)]).overviews
+    return analysed(tmp_path, records).overviews
 
 
 def runs(task, values, **more):
@@ -55,7 +54,7 @@ def test_the_front_says_which_tasks_a_mean_is_over_and_which_have_no_column(tmp_
     means = {"full": 0.8, "bigbird": 0.22}
     records = [run for task in "abc" for run in runs(task, means)]
     records += runs("d", {"full": 0.9}) + runs("e", {"full": 0.5})
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     front = front_table(analysis)
     assert front is not None
     assert [column.heading for column in front.columns] == ["variant", "mean", "a (short)", "b (short)", "c (short)"]
@@ -174,7 +173,7 @@ def test_the_interval_of_a_mean_stays_within_what_a_score_can_be(tmp_path):
 
 def test_the_headline_says_of_which_tasks_nothing_beats_the_floor(tmp_path):
     records = runs("a", {"full": 0.8, "bigbird": 0.7}) + runs("b", {"full": 0.22, "bigbird": 0.2})
-    said = headline(analyse([write_run(tmp_path / "run", records)]))
+    said = headline(analysed(tmp_path, records))
     assert said.endswith("; mean of the best floors 21.0 %; nothing clearly beats the floor of b (short).")
 
 
@@ -182,5 +181,5 @@ def test_what_a_mechanism_stands_in_place_of_is_said_once(tmp_path):
     replacing = {"kind": "replacement", "replaces": "full"}
     scores = {"full": 0.8, "bigbird": 0.7}
     records = [run for steps in (0, 100) for task in "ab" for run in runs(task, scores, adapt_steps=steps, **replacing)]
-    said = headline(analyse([write_run(tmp_path / "run", records)]))
+    said = headline(analysed(tmp_path, records))
     assert said.startswith("Accuracy, in place of full, mean over a (short) and b (short): full 80.0 %")

@@ -4,21 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.breakdown import parts
 from attn_zoo.report.analysis.learning import seed_curves
 from attn_zoo.report.pages.findings import accuracy_findings
 from attn_zoo.report.tables.score_tables import accuracy_table, pretraining_table, trials_table
-from tests.report.synthetic import accuracy, tuned, write_run
-
-
-def analysed(tmp_path, records):
-    return analyse([write_run(tmp_path / "run", records)])
-
-
-def group(tmp_path, records):
-    (found,) = analysed(tmp_path, records).accuracy
-    return found, {score.name: score for score in found.scores}
+from tests.report.synthetic import accuracy, analysed, group, tuned
 
 
 def test_the_trial_best_on_validation_is_shown_on_test(tmp_path):
@@ -29,7 +19,7 @@ def test_the_trial_best_on_validation_is_shown_on_test(tmp_path):
     ]
     found, scores = group(tmp_path, records)
     assert scores["full"].mean == pytest.approx(0.30)  # the other trial scores 0.9 on test, which must not be looked at
-    assert scores["full"].trial == "base_lr=0.001"
+    assert scores["full"].trial.words == "base_lr=0.001"
     assert scores["full"].num_trials == 2
     table = trials_table(found)
     assert table is not None
@@ -40,13 +30,13 @@ def test_the_trial_best_on_validation_is_shown_on_test(tmp_path):
 
 def test_the_mean_over_seeds_decides_not_the_best_seed(tmp_path):
     _, scores = group(tmp_path, tuned("full", {1e-3: (0.5, 0.5, 0.5), 1e-2: (0.9, 0.2, 0.2)}))
-    assert scores["full"].trial == "base_lr=0.001"
+    assert scores["full"].trial.words == "base_lr=0.001"
 
 
 def test_a_trial_that_lost_a_seed_does_not_win_by_leaving_it_out(tmp_path):
     found, scores = group(tmp_path, tuned("full", {1e-3: (0.5, 0.5, 0.5), 1e-2: (0.9, 0.9, None)}))
-    assert scores["full"].trial == "base_lr=0.001"
-    assert scores["full"].failures == ()
+    assert scores["full"].trial.words == "base_lr=0.001"
+    assert scores["full"].trial.failures == ()
     table = trials_table(found)
     assert table is not None
     assert [row["failed"] for row in table.rows] == ["", "diverged 1 of 3"]
@@ -54,8 +44,8 @@ def test_a_trial_that_lost_a_seed_does_not_win_by_leaving_it_out(tmp_path):
 
 def test_when_every_trial_lost_seeds_the_best_of_those_with_most_is_taken(tmp_path):
     _, scores = group(tmp_path, tuned("full", {1e-3: (0.5, None), 1e-2: (0.6, None), 1e-1: (None, None)}))
-    assert scores["full"].trial == "base_lr=0.01"
-    assert [status for status, _ in scores["full"].failures] == ["diverged"]
+    assert scores["full"].trial.words == "base_lr=0.01"
+    assert scores["full"].trial.failures == ("diverged",)
 
 
 def test_lower_is_better_selects_the_smallest(tmp_path):
@@ -197,7 +187,7 @@ def test_self_pretraining_that_a_grid_tries_is_not_tuned(tmp_path):
         (found,) = analysis.accuracy
         assert analysis.results.warnings == ()
         assert found.setting.tuned == grid[:-1]
-        assert {score.name: (score.num_trials, score.failed) for score in found.scores} == {
+        assert {score.name: (score.num_trials, score.trial.failed) for score in found.scores} == {
             "bigbird": (1, "diverged 1 of 1"),
             "bigbird (self-pretrained)": (1, "timeout 1 of 1"),
             "full": (1, ""),
@@ -257,7 +247,7 @@ def test_a_seed_that_ran_twice_is_one_seed(tmp_path):
     analysis = analysed(tmp_path / "more", records)
     ((score,),) = (found.scores for found in analysis.accuracy)
     assert score.values == {0: 0.3, 1: 0.5, 2: 0.4}
-    assert score.failed == ""
+    assert score.trial.failed == ""
     assert analysis.results.warnings[0].endswith("counts: full seeds 0, 2")
 
 

@@ -8,15 +8,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from attn_zoo.report.analysis.analyse import analyse
-from tests.report.synthetic import pictures_of, write_run
+from tests.report.synthetic import analysed, pictures_of
 
 LONG = "a_very_long_name_of_a_mechanism_that_nobody_would_type_twice_but_somebody_will"
 MANY = ["full", *(f"variant_{index}" for index in range(9)), LONG, "<b>注意</b> $x_1$ 🚀"]
 
 
 def pictures(tmp_path, records, **more):
-    return pictures_of(analyse([write_run(tmp_path / "run", records, **more)]))
+    return pictures_of(analysed(tmp_path, records, **more))
 
 
 def texts(figure) -> list[tuple[str, Bbox]]:

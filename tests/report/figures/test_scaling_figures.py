@@ -23,6 +23,14 @@ from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, t
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
 
+def test_the_description_says_of_each_length_why_it_has_no_time(tmp_path):
+    records = [scaling("full", 512), scaling("full", 1024), scaling("bigbird", 512)]
+    records += [scaling("full", n, status="oom_host", reason="too large") for n in (2048, 4096)]
+    records += [scaling("full", 8192, status="timeout", reason="60 s"), scaling("full", 16384, status="oom_host")]
+    alt = pictures(tmp_path, records)[0].alt
+    assert "; full: out of memory at 2k, 4k, 16k and timeout at 8k." in alt
+
+
 def test_twelve_variants_over_twelve_lengths_stay_legible(tmp_path):
     lengths = [512 * 2**power for power in range(12)]
     records = [

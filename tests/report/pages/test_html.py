@@ -16,7 +16,7 @@ from attn_zoo.report.pages.html import build_page
 from attn_zoo.report.pages.write import write_analysis
 from attn_zoo.report.tables.all_tables import tables_by_question
 from tests.report.pages.browser import CHROMIUM, ask
-from tests.report.synthetic import MACHINE, accuracy, scaling, write_run
+from tests.report.synthetic import MACHINE, accuracy, analysed, scaling, write_run
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 HOSTILE = f'"]}}</title></svg></script>\u2028\u2029{EVIL}'
@@ -51,7 +51,7 @@ def evil_page(tmp_path_factory):
     records = [scaling(name, n) for name in (EVIL, HOSTILE, "full") for n in (512, 1024)]
     records[0] = replace(records[0], kernels=(HOSTILE,))
     records += [scaling("v", 512, status="error", reason=reason), accuracy(EVIL, 0, 0.3)]
-    return write_analysis(analyse([write_run(folder / "run", records, name=EVIL)]), folder)[0]
+    return write_analysis(analysed(folder, records, name=EVIL), folder)[0]
 
 
 def test_versions_tasks_and_environments_are_those_of_the_records(tmp_path):
@@ -63,7 +63,7 @@ def test_versions_tasks_and_environments_are_those_of_the_records(tmp_path):
     ]
     matrices = [{"name": "quick", "description": "Lists, texts."}]
     run = write_run(tmp_path / "run", records, environments={"0123456789ab": old.to_dict()}, matrices=matrices)
-    text = build_page(analysed := analyse([run]), tables_by_question(analysed), [])
+    text = build_page(found := analyse([run]), tables_by_question(found), [])
     assert f"record schema 1, accuracy protocol 2, scaling protocol 3 and {PROTOCOL_VERSION}</p>" in text
     assert "<h3>Environment 0123456789ab</h3>" in text
     assert "<p>Variants import strange 1.0.</p>" in text

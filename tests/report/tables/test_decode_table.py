@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from attn_zoo.records import Memory, Record
-from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.contradictions import contradicted_exponents
 from attn_zoo.report.figures.all_figures import Picture
 from attn_zoo.report.figures.scaling_curves import _growth_words
@@ -23,7 +23,7 @@ from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_latex, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.figures.legible import assert_legible, words
-from tests.report.synthetic import DOUBLINGS, pictures_of, roof, scaling, write_run
+from tests.report.synthetic import DOUBLINGS, analysed, pictures_of, roof, scaling, write_run
 
 DECODE: dict[str, Any] = {"kind": "decode", "pass_": "decode", "is_causal": True, "batch_size": 4}
 
@@ -45,12 +45,8 @@ def tokens() -> list[Record]:
     ]
 
 
-def reported(path: Path, records: list[Record]) -> Analysis:
-    return analyse([write_run(path / "run", records)])
-
-
 def test_what_is_claimed_of_a_sequence_is_not_held_against_a_token(tmp_path: Path):
-    analysis = reported(tmp_path, tokens())
+    analysis = analysed(tmp_path, tokens())
     [panel] = analysis.panels
     assert panel.title == "one decoded token"
     assert {label: growth.verdict for label, growth in panel.time.items()} == {
@@ -70,7 +66,7 @@ def test_what_is_claimed_of_a_sequence_is_not_held_against_a_token(tmp_path: Pat
 
 
 def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
-    analysis = reported(tmp_path, tokens())
+    analysis = analysed(tmp_path, tokens())
     table = measurement_table(analysis)
     headings = [column.heading for column in table.columns]
     assert "state" in headings
@@ -81,7 +77,7 @@ def test_the_state_is_shown_and_the_peak_says_what_it_includes(tmp_path: Path):
     shown = next(column for column in table.columns if column.heading == "tokens/s")
     assert shown.show(row).startswith("39 k [")
     assert "Tokens per second: read or written" in table.note
-    whole = measurement_table(reported(tmp_path / "calls", [scaling("full", 1024)]))
+    whole = measurement_table(analysed(tmp_path / "calls", [scaling("full", 1024)]))
     assert "tokens/s" not in [column.heading for column in whole.columns]
     assert any("State: what a decoded token starts from" in str(note) for note in table.notes)
     assert not any("training step" in str(note) for note in table.notes)
@@ -97,7 +93,7 @@ def test_extra_memory_says_of_each_kind_of_call_what_it_is_without(tmp_path: Pat
     folders = (tmp_path / str(number) for number in itertools.count())
 
     def note(*records: Record) -> str:
-        return measurement_table(reported(next(folders), list(records))).note
+        return measurement_table(analysed(next(folders), list(records))).note
 
     of_token = "of a decoded token without weights and buffers of the state."
     assert f"Extra memory: peak {of_token}" in note(token_extra)
@@ -106,9 +102,16 @@ def test_extra_memory_says_of_each_kind_of_call_what_it_is_without(tmp_path: Pat
     assert f"{whole}." in note(extra)
 
 
+def test_a_rate_keeps_its_digits_however_low_it_is(tmp_path: Path):
+    """Four tokens in three seconds are neither 1 a second nor none."""
+    for median_ms, rate in ((3000.0, "1.33"), (30_000.0, "0.133"), (8.0, "500")):
+        analysis = analysed(tmp_path / rate, [token("full", 1024, median_ms, 2**20)])
+        assert panel_findings(analysis)[0].endswith(f" a token, {rate} tokens/s.")
+
+
 def test_slopes_are_explained_of_what_was_timed(tmp_path: Path):
     both = [*tokens(), *(scaling("full", length) for length in DOUBLINGS)]
-    of_tokens, of_both = explanation(reported(tmp_path, tokens())), explanation(reported(tmp_path / "both", both))
+    of_tokens, of_both = explanation(analysed(tmp_path, tokens())), explanation(analysed(tmp_path / "both", both))
     assert "quadratic" not in of_tokens
     assert "slope 0" in of_tokens
     assert "quadratic" in of_both
@@ -116,7 +119,7 @@ def test_slopes_are_explained_of_what_was_timed(tmp_path: Path):
 
 
 def test_a_cache_that_grows_is_not_put_down_to_fused_kernels(tmp_path: Path):
-    analysis = reported(tmp_path, tokens())
+    analysis = analysed(tmp_path, tokens())
     assert analysis.panels[0].memory["full"].verdict == "linear"
     assert memory_findings(analysis) == []
     assert not any("fused" in text for text in findings(analysis))
@@ -128,7 +131,7 @@ def test_a_token_stands_beside_the_roof_by_what_it_must_read(tmp_path: Path):
         replace(token(name, 1024, ms, 10**9), min_bytes=10**9, counted_flops=10**6)
         for name, ms in (("full", 200.0), ("linformer", 400.0))
     ]
-    analysis = analyse([write_run(tmp_path / "run", records, ceilings=[roof(copy_bytes_per_s=1e10)])])
+    analysis = analysed(tmp_path, records, ceilings=[roof(copy_bytes_per_s=1e10)])
     [panel] = analysis.panels
     [full], [other] = (panel.efficiency[name] for name in ("full", "linformer"))
     assert full.roof_frac == pytest.approx(0.5, rel=1e-3)
@@ -201,7 +204,7 @@ def test_a_count_that_is_missing_is_missing_in_every_format(tmp_path: Path):
 
 def test_a_token_whose_flops_were_not_counted_has_its_share_of_the_roof_and_no_rate(tmp_path: Path):
     record = replace(token("full", 1024, 200.0, 10**9), min_bytes=10**9)
-    analysis = analyse([write_run(tmp_path / "run", [record], ceilings=[roof(copy_bytes_per_s=1e10)])])
+    analysis = analysed(tmp_path, [record], ceilings=[roof(copy_bytes_per_s=1e10)])
     table = efficiency_table(analysis)
     assert table is not None
     [row] = table.rows

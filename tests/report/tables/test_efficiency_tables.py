@@ -16,7 +16,7 @@ from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
 from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
-from tests.report.synthetic import DOUBLINGS, MACHINE, costed, pictures_of, roof, scaling, write_run, zoo
+from tests.report.synthetic import DOUBLINGS, MACHINE, analysed, costed, pictures_of, roof, scaling, write_run, zoo
 
 
 def exact_and_half(**cell):
@@ -27,8 +27,8 @@ def exact_and_half(**cell):
     ]
 
 
-def analysed(tmp_path, records, ceilings=None, **more):
-    return analyse([write_run(tmp_path / "run", records, ceilings=[roof()] if ceilings is None else ceilings, **more)])
+def roofed(tmp_path, records, ceilings=None, **more):
+    return analysed(tmp_path, records, ceilings=[roof()] if ceilings is None else ceilings, **more)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def analysed(tmp_path, records, ceilings=None, **more):
     [("infer", 1.0, 1), ("fwd", 1.0, 1), ("bwd", 2.5, 2), ("fwd_bwd", 3.5, 3)],
 )
 def test_every_pass_counts_its_own_work(tmp_path, pass_, flops, num_bytes):
-    found = analysed(tmp_path, exact_and_half(pass_=pass_)).panels[0].efficiency["full"][0]
+    found = roofed(tmp_path, exact_and_half(pass_=pass_)).panels[0].efficiency["full"][0]
     assert found.flops == flops * 1e9
     assert found.min_bytes == num_bytes * 1e7
     assert found.flops_per_s == pytest.approx(flops * 1e9 / 0.020)
@@ -47,25 +47,25 @@ def test_every_pass_counts_its_own_work(tmp_path, pass_, flops, num_bytes):
 
 def test_the_slower_of_arithmetic_and_traffic_is_the_floor(tmp_path):
     slow_copies = [roof(copy_bytes_per_s=6.25e8)]
-    found = analysed(tmp_path, exact_and_half(), slow_copies).panels[0].efficiency
+    found = roofed(tmp_path, exact_and_half(), slow_copies).panels[0].efficiency
     assert found["full"][0].roof_frac == pytest.approx(0.016 / 0.020)  # 10 MB at 0.625 GB/s
 
 
 def test_realised_is_the_speed_up_that_came_of_the_one_promised(tmp_path):
-    found = analysed(tmp_path, exact_and_half()).panels[0].efficiency
+    found = roofed(tmp_path, exact_and_half()).panels[0].efficiency
     assert found["bigbird"][0].realised == pytest.approx((20 / 12.5) / 2)
     assert found["full"][0].realised is None
 
 
 def test_realised_counts_the_backward_of_each_variant(tmp_path):
-    found = analysed(tmp_path, exact_and_half(pass_="fwd_bwd")).panels[0].efficiency
+    found = roofed(tmp_path, exact_and_half(pass_="fwd_bwd")).panels[0].efficiency
     assert found["bigbird"][0].realised == pytest.approx((20 / 12.5) / (3.5e9 / 1.5e9))
 
 
 def test_without_ceilings_of_this_machine_the_report_is_as_before(tmp_path):
     foreign = [roof(environment="elsewhere"), roof(dtype="bfloat16"), roof(threads=None), roof(device="cuda")]
-    with_foreign = analysed(tmp_path / "a", exact_and_half(), foreign)
-    without = analysed(tmp_path / "b", exact_and_half(), [])
+    with_foreign = roofed(tmp_path / "a", exact_and_half(), foreign)
+    without = roofed(tmp_path / "b", exact_and_half(), [])
     names = [table.name for table in make_tables(without)]
     assert not {name for name in names if "rates" in name or "efficiency" in name}
     assert [table.name for table in make_tables(with_foreign)] == names
@@ -78,22 +78,22 @@ def test_without_ceilings_of_this_machine_the_report_is_as_before(tmp_path):
 def test_records_without_formulas_and_simulated_ones_are_left_out(tmp_path):
     full, bigbird = exact_and_half()
     records = [full, replace(bigbird, is_simulated=True), scaling("linformer", 512)]
-    assert list(analysed(tmp_path, records).panels[0].efficiency) == ["full"]
+    assert list(roofed(tmp_path, records).panels[0].efficiency) == ["full"]
 
 
 def test_of_a_formula_without_its_backward_nothing_is_said(tmp_path):
     """None of a record is no rate of zero, and a figure of rates of zero cannot be drawn."""
     full, other = exact_and_half(pass_="bwd")
-    analysis = analysed(tmp_path, [full, replace(other, backward_ratio=None)])
+    analysis = roofed(tmp_path, [full, replace(other, backward_ratio=None)])
     assert list(analysis.panels[0].efficiency) == ["full"]
     assert any(picture.name.startswith("roofline") for picture in pictures_of(analysis))
-    none = analyse([write_run(tmp_path / "none", [replace(full, backward_ratio=None)], ceilings=[roof()])])
+    none = roofed(tmp_path / "none", [replace(full, backward_ratio=None)])
     assert efficiency_table(none) is None
 
 
 def test_more_than_the_roof_is_said_in_words(tmp_path):
     doubtful = [roof(matmul_flops_per_s=4e10, flags=("loaded_host",))]
-    analysis = analysed(tmp_path, exact_and_half(), doubtful)
+    analysis = roofed(tmp_path, exact_and_half(), doubtful)
     one = analysis.panels[0]
     assert one.efficiency["bigbird"][0].doubt == ""
     assert one.efficiency["full"][0].doubt.startswith("125 % of the roof: the ceiling was measured too low")
@@ -109,7 +109,7 @@ def test_more_than_the_roof_is_said_in_words(tmp_path):
 
 def test_of_several_lengths_above_the_roof_the_most_is_said_to_be_the_most(tmp_path):
     records = [costed(scaling("full", n, ms, spread=0.0), 10**9, 10**7) for n, ms in ((512, 8.0), (1024, 5.0))]
-    (said,) = [text for text in analysed(tmp_path, records).results.warnings if "of the roof" in text]
+    (said,) = [text for text in roofed(tmp_path, records).results.warnings if "of the roof" in text]
     assert said.startswith("full, forward, at 512, 1k: up to 200 % of the roof")
 
 
@@ -120,7 +120,7 @@ def test_shares_carry_the_marks_of_the_times_they_are_made_of(tmp_path, which):
         assert one.timing is not None
         flags = ("throttled", "few_samples") if one.cell.variant == which else ()
         records.append(replace(one, timing=replace(one.timing, flags=flags)))
-    table = efficiency_table(analysed(tmp_path, records))
+    table = efficiency_table(roofed(tmp_path, records))
     assert table is not None
     headings = [column.heading for column in table.columns]
     shown = {row[0]: dict(zip(headings, row, strict=True)) for row in table.texts()}
@@ -139,17 +139,17 @@ def test_of_the_gpu_alone_it_is_not_said_that_it_waits_for_the_host(tmp_path):
     for one in records:
         assert one.timing is not None
         alone.append(replace(one, timing=replace(one.timing, graph_ms=one.timing.median_ms / 4)))
-    table = efficiency_table(analysed(tmp_path / "alone", alone, ceilings))
+    table = efficiency_table(roofed(tmp_path / "alone", alone, ceilings))
     assert table is not None
     assert {row["marks"] for row in table.rows} == {""}
     assert "of the GPU alone, where that was measured" in table.note
-    table = efficiency_table(analysed(tmp_path / "calls", records, ceilings))
+    table = efficiency_table(roofed(tmp_path / "calls", records, ceilings))
     assert table is not None
     assert "GPU alone" not in table.note
 
 
 def test_tables_say_rates_shares_and_conventions(tmp_path):
-    analysis = analysed(tmp_path, [*exact_and_half(), *exact_and_half(pass_="bwd")])
+    analysis = roofed(tmp_path, [*exact_and_half(), *exact_and_half(pass_="bwd")])
     table = efficiency_table(analysis)
     assert table is not None
     text = to_markdown(table)
@@ -163,7 +163,7 @@ def test_tables_say_rates_shares_and_conventions(tmp_path):
 
 def test_the_brief_table_has_the_longest_length_of_each(tmp_path):
     records = sweep(["full", "bigbird"], DOUBLINGS)
-    tables = {table.name: table for table in make_tables(analysed(tmp_path, records))}
+    tables = {table.name: table for table in make_tables(roofed(tmp_path, records))}
     assert [row["seq_len"] for row in tables["efficiency-longest"].rows] == [DOUBLINGS[-1]] * 2
     assert len(tables["efficiency"].rows) == 2 * len(DOUBLINGS)
     assert tables["efficiency-longest"].note == tables["efficiency"].note
@@ -172,7 +172,7 @@ def test_the_brief_table_has_the_longest_length_of_each(tmp_path):
 
 def test_the_data_sheet_gives_mfu(tmp_path):
     sheet = [roof(peak_flops_per_s=2e11, peak_bytes_per_s=2e10)]
-    table = efficiency_table(analysed(tmp_path, exact_and_half(), sheet))
+    table = efficiency_table(roofed(tmp_path, exact_and_half(), sheet))
     assert table is not None
     assert [row["variant"] for row in table.rows] == ["full", "bigbird"], "the larger share of the roof first"
     assert [row["mfu"] for row in table.rows] == pytest.approx([1e9 / 0.020 / 2e11, 5e8 / 0.0125 / 2e11])
@@ -273,7 +273,7 @@ def test_no_line_of_a_roofline_joins_the_gpu_alone_to_calls_that_wait(tmp_path, 
         record = costed(scaling("full", n, call_ms, spread=0.0, device="cuda"), 10**6 * n, 1000 * n)
         assert record.timing is not None
         records.append(replace(record, timing=replace(record.timing, graph_ms=device_ms)))
-    (panel,) = analysed(tmp_path / "a", records, [roof(device="cuda")]).panels
+    (panel,) = roofed(tmp_path / "a", records, [roof(device="cuda")]).panels
     assert {place for place, row in enumerate(panel.efficiency["full"]) if row.is_waiting} == waiting
     found = pictures(tmp_path / "b", records, ceilings=[roof(device="cuda")])
     (picture,) = (one for one in found if one.name.startswith("roofline"))
@@ -288,12 +288,12 @@ def test_no_line_of_a_roofline_joins_the_gpu_alone_to_calls_that_wait(tmp_path, 
 
 
 def test_graph_times_are_shown_apart_where_there_are_any(tmp_path):
-    plain_tables = analysed(tmp_path / "a", zoo(["full"], [512])).panels[0]
+    plain_tables = roofed(tmp_path / "a", zoo(["full"], [512])).panels[0]
     assert "CUDA graph" not in length_table(plain_tables, "time").note
     (record,) = zoo(["full"], [512])
     assert record.timing is not None
     replayed = replace(record, timing=replace(record.timing, timer="cuda_event", graph_ms=0.0125))
-    analysis = analysed(tmp_path / "b", [replayed])
+    analysis = roofed(tmp_path / "b", [replayed])
     table = length_table(analysis.panels[0], "time")
     assert table.texts()[0][1].endswith("(0.0125 ms)")
     assert "replayed from a CUDA graph, cache warm" in table.note

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.compare import compare
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.exchange_tables import exchange_table
 from attn_zoo.report.tables.score_tables import accuracy_table
 from attn_zoo.report.verify import verify
 from tests.report.figures.legible import assert_legible
-from tests.report.synthetic import CLAIMS, accuracy, exchanged, pictures_of, write_run
+from tests.report.synthetic import CLAIMS, accuracy, analysed, exchanged, pictures_of, write_run
 
 SCORES = {"full": (0.50, 0.52, 0.48), "bigbird": (0.49, 0.50, 0.48), "linformer": (0.21, 0.20, 0.25)}
 ERRORS = {"full": 1e-7, "bigbird": 0.05, "linformer": 0.8}
@@ -28,7 +27,7 @@ def records(**cell):
 
 
 def analysis(tmp_path, found):
-    return analyse([write_run(tmp_path / "run", found, variants=CLAIMS)])
+    return analysed(tmp_path, found, variants=CLAIMS)
 
 
 def test_rows_are_what_models_lose_and_how_far_heads_are(tmp_path):

@@ -7,11 +7,11 @@ import pytest
 from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.analysis.fits import growth
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table, exponent_table, round_length
-from tests.report.synthetic import CLAIMS, DOUBLINGS, scaling, write_run
+from tests.report.synthetic import CLAIMS, DOUBLINGS, analysed, scaling, write_run
 
 
 def panel(tmp_path, records, claims=CLAIMS):
-    return analyse([write_run(tmp_path / "run", records, claims=claims)]).panels[0]
+    return analysed(tmp_path, records, claims=claims).panels[0]
 
 
 def powers(variant, power, unit=1e-3, spread=0.01, **cell):
@@ -124,13 +124,13 @@ def test_settings_that_differ_make_panels_of_their_own(tmp_path):
         for is_causal in (False, True)
         for dtype in ("float32", "bfloat16")
     ]
-    panels = analyse([write_run(tmp_path / "run", records)]).panels
+    panels = analysed(tmp_path, records).panels
     assert len({one.name for one in panels}) == len({one.title for one in panels}) == 8
     assert panels[0].title.startswith("forward,")  # forward before forward + backward
 
 
 def test_tables_say_what_was_found(tmp_path):
-    analysis = analyse([write_run(tmp_path / "run", [*powers("full", 2, 1e-5), *powers("bigbird", 1, 4e-2)])])
+    analysis = analysed(tmp_path, [*powers("full", 2, 1e-5), *powers("bigbird", 1, 4e-2)])
     (row,) = [row for row in crossover_table(analysis).rows if row["quantity"] == "time"]
     assert (row["variant"], row["against"], row["outcome"]) == ("bigbird", "full", "crosses")
     readings = {(row["variant"], row["quantity"]): row["reading"] for row in exponent_table(analysis).rows}

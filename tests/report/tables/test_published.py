@@ -6,10 +6,9 @@ import pytest
 
 from attn_zoo.errors import StoreError
 from attn_zoo.registry import tasks, variants
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.published import load_published, parse_published, published_table, sources_table
-from tests.report.synthetic import accuracy, write_run
+from tests.report.synthetic import accuracy, analysed
 
 GOOD = """
 [[source]]
@@ -26,7 +25,7 @@ accuracy = { listops = 36.37 }
 
 
 def table(tmp_path, records):
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     return published_table(analysis.accuracy[0], analysis.variants)
 
 
@@ -91,7 +90,7 @@ def test_another_level_is_named_as_one(tmp_path):
 
 
 def test_what_nobody_published_has_no_table(tmp_path):
-    analysis = analyse([write_run(tmp_path / "run", [accuracy("full", 0, 0.3, task="mine")])])
+    analysis = analysed(tmp_path, [accuracy("full", 0, 0.3, task="mine")])
     assert not [one for one in make_tables(analysis) if one.name.startswith("published")]
     assert sources_table(analysis.accuracy) is None
 

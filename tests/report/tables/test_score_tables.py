@@ -11,12 +11,7 @@ from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import accuracy_table, cost_table, equal_cost_table
 from attn_zoo.report.tables.table import MISSING
-from tests.report.synthetic import CLAIMS, accuracy, curve, write_run
-
-
-def group(tmp_path, records):
-    (found,) = analyse([write_run(tmp_path / "run", records)]).accuracy
-    return found, {score.label: score for score in found.scores}
+from tests.report.synthetic import CLAIMS, accuracy, analysed, curve, group, write_run
 
 
 def test_no_interval_goes_beyond_what_a_score_can_be(tmp_path):
@@ -94,7 +89,7 @@ def test_a_run_that_diverged_is_shown_and_not_averaged(tmp_path):
     records = [accuracy("full", 0, 0.3), accuracy("full", 1, None, status="diverged")]
     found, scores = group(tmp_path, records)
     assert scores["full"].mean == 0.3
-    assert scores["full"].failures[0][0] == "diverged"
+    assert scores["full"].trial.failures == ("diverged",)
     rows = {row["variant"]: row for row in accuracy_table(found).rows}
     assert rows["full"]["failed"] == "diverged 1 of 2"
     assert rows["full"]["num_seeds"] == 1
@@ -113,7 +108,7 @@ def test_other_protocols_are_never_mixed(tmp_path):
         accuracy("full", 0, 0.4, protocol="long"),
         accuracy("full", 0, 0.5, level="lra"),
     ]
-    groups = analyse([write_run(tmp_path / "run", records)]).accuracy
+    groups = analysed(tmp_path, records).accuracy
     assert [len(one.scores[0].values) for one in groups] == [1, 1, 1]
     assert len({one.name for one in groups}) == 3
 
@@ -297,7 +292,7 @@ def test_a_cost_that_no_run_knows_has_no_column(tmp_path):
 
 def test_directions_of_attention_are_not_mixed(tmp_path):
     records = [accuracy("full", 0, 0.3), accuracy("full", 0, 0.9, is_causal=True)]
-    groups = analyse([write_run(tmp_path / "run", records)]).accuracy
+    groups = analysed(tmp_path, records).accuracy
     assert sorted(one.title for one in groups) == ["listops (short)", "listops (short, causal)"]
     assert len({one.name for one in groups}) == 2
 
@@ -316,7 +311,7 @@ def test_results_of_the_first_version_still_load(tmp_path):
 
 def test_thread_counts_are_not_mixed(tmp_path):
     records = [accuracy("full", 0, 0.3, threads=threads) for threads in (1, 2)]
-    groups = analyse([write_run(tmp_path / "run", records)]).accuracy
+    groups = analysed(tmp_path, records).accuracy
     assert [one.how.rpartition(", ")[2] for one in groups] == ["1 thread", "2 threads"]
 
 
@@ -328,7 +323,7 @@ def test_the_front_says_what_has_no_mean_who_is_level_and_which_tasks_have_no_sc
     tasks = {task: {"full": 1.0, "linformer": 1.0, "bigbird": 0.5} for task in "abcd"}
     records = [*lost, *(one for task, values in tasks.items() for one in runs(task, values))]
     records += runs("e", {"full": 0.5, "linformer": 0.5, "bigbird": 0.5}) + runs("f", {"luna": 0.9})
-    front = front_table(analyse([write_run(tmp_path / "run", records)]))
+    front = front_table(analysed(tmp_path, records))
     assert front is not None
     assert "a0 (short)" not in [column.heading for column in front.columns]
     rows = {row[0]: row for row in front.texts()}
@@ -336,7 +331,7 @@ def test_the_front_says_what_has_no_mean_who_is_level_and_which_tasks_have_no_sc
     assert "luna" not in rows, "it has a score in no task of the table"
     assert "Not in this table: a0 (short), e (short), f (short)." in front.note
     records += runs("a", {"moba": 0.9})
-    front = front_table(analyse([write_run(tmp_path / "more", records)]))
+    front = front_table(analysed(tmp_path / "more", records))
     assert front is not None
     assert {row[0]: row[1] for row in front.texts()}["moba"] == "no mean"
 
@@ -348,7 +343,7 @@ def test_the_front_says_whose_model_is_larger_and_that_nothing_beats_the_floor(t
         for name, size in sizes.items()
         for seed in (0, 1, 2)
     ]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     front = front_table(analysis)
     assert front is not None
     rows = {row[0]: row[1] for row in front.texts()}
@@ -362,6 +357,6 @@ def test_the_front_says_whose_model_is_larger_and_that_nothing_beats_the_floor(t
 def test_what_may_depend_on_padding_is_named(tmp_path):
     claims = CLAIMS | {"nystrom": {"is_exact": False, "depends_on_padding": True}}
     runs = [accuracy(name, seed, 0.5) for name in claims for seed in (0, 1)]
-    analysis = analyse([write_run(tmp_path / "run", runs, claims=claims)])
+    analysis = analysed(tmp_path, runs, claims=claims)
     (table,) = [each for each in make_tables(analysis) if each.name.startswith("accuracy")]
     assert "Not declared to be the same however far a batch is padded: nystrom." in table.note

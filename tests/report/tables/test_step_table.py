@@ -11,13 +11,13 @@ import pytest
 
 from attn_zoo.api import load
 from attn_zoo.records import Memory, Record
-from attn_zoo.report.analysis.analyse import Analysis, analyse
+from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import panel_findings
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.table import MISSING, Table
 from attn_zoo.report.tables.time_tables import measurement_table, step_table
-from tests.report.synthetic import pictures_of, scaling, write_run, zoo
+from tests.report.synthetic import analysed, pictures_of, scaling, write_run, zoo
 
 STEP: dict[str, Any] = {
     "scope": "model",
@@ -44,7 +44,7 @@ def step(variant: str, seq_len: int, median_ms: float, *, saved_bytes: int | Non
 
 
 def reported(path: Path, *records: Record, **run: Any) -> tuple[Analysis, Table]:
-    analysis = analyse([write_run(path / "run", records, **run)])
+    analysis = analysed(path, records, **run)
     table = step_table(analysis)
     assert table is not None
     return analysis, table
@@ -144,7 +144,7 @@ def test_samples_of_several_records_are_pooled_before_the_rate(tmp_path: Path):
 
 
 def test_a_report_without_steps_has_no_such_table(tmp_path: Path):
-    analysis = analyse([write_run(tmp_path / "run", zoo(lengths=[512, 1024]))])
+    analysis = analysed(tmp_path, zoo(lengths=[512, 1024]))
     assert step_table(analysis) is None
     assert not any("tokens/s" in text for text in panel_findings(analysis))
 

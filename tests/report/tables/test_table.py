@@ -31,7 +31,7 @@ from attn_zoo.report.tables.table import (
     to_terminal,
 )
 from attn_zoo.report.units import human_bytes
-from tests.report.synthetic import CLAIMS, DOUBLINGS, costed, roof, scaling, trained, write_run, zoo
+from tests.report.synthetic import CLAIMS, DOUBLINGS, analysed, costed, roof, scaling, trained, zoo
 
 NASTY = [
     "=HYPERLINK(1)",
@@ -50,7 +50,7 @@ def nasty_tables(tmp_path_factory):
     lengths = [512 * 2**power for power in range(12)]
     records = [scaling(name, n) for name in [*NASTY, "full"] for n in lengths]
     records += [scaling("y", n, status="oom_host", reason="needed\nmore than\tthere is") for n in lengths]
-    return make_tables(analyse([write_run(tmp_path_factory.mktemp("nasty") / "run", [*records, *trained(NASTY)])]))
+    return make_tables(analysed(tmp_path_factory.mktemp("nasty"), [*records, *trained(NASTY)]))
 
 
 def printed(table, width):
@@ -115,7 +115,7 @@ def test_csv_holds_raw_numbers_and_guards_text(nasty_tables):
 
 
 def test_an_empty_table_still_has_a_header(tmp_path):
-    for table in make_tables(analyse([write_run(tmp_path / "run", [])])):
+    for table in make_tables(analysed(tmp_path, [])):
         assert to_csv(table).strip()
         assert not [line for line in to_markdown(table).splitlines() if line.startswith("|")]
 
@@ -133,9 +133,7 @@ def test_guarded_text_never_starts_a_formula(text):
 def test_status_table_groups_lengths_and_says_why(tmp_path):
     records = zoo(lengths=[512, 1024, 2048])
     records += [scaling("v", n, status="unsupported", reason="no causal form") for n in (512, 1024, 2048, 4096)]
-    table = next(
-        table for table in make_tables(analyse([write_run(tmp_path / "run", records)])) if table.name == "status"
-    )
+    table = next(table for table in make_tables(analysed(tmp_path, records)) if table.name == "status")
     found = {row["variant"]: (row["status"], row["lengths"], row["reason"]) for row in table.rows}
     assert found["v"] == ("unsupported", "512 to 4k (4)", "no causal form")
     assert found["full"][0] == "oom_host"
@@ -207,7 +205,7 @@ def test_columns_of_panels_are_told_apart_where_they_are_cut(tmp_path):
         for dtype in ("float32", "bfloat16")
         for size in (64, 128)
     ]
-    tables = {table.name: table for table in make_tables(analyse([write_run(tmp_path / "run", records)]))}
+    tables = {table.name: table for table in make_tables(analysed(tmp_path, records))}
     for name in ("exponents", "scaling"):
         text = printed(tables[name], 60)
         rows = [line.split() for line in text.splitlines()[3:] if line.startswith("full")]
@@ -236,7 +234,7 @@ def test_the_best_come_first_and_who_is_not_judged_last(tmp_path):
         if name != "full" or n < lengths[-1]
     ]
     claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
-    analysis = analyse([write_run(tmp_path / "run", records, claims=claims, ceilings=[roof()])])
+    analysis = analysed(tmp_path, records, claims=claims, ceilings=[roof()])
     tables = {table.name: table for table in make_tables(analysis)}
     order = {name: list(dict.fromkeys(row["variant"] for row in table.rows)) for name, table in tables.items()}
     fastest = ["linformer", "bigbird", "full", "pooling"]
@@ -248,7 +246,7 @@ def test_the_best_come_first_and_who_is_not_judged_last(tmp_path):
 def test_growth_is_listed_from_the_slowest(tmp_path):
     powers = {"full": 2.0, "bigbird": 1.3, "linformer": 1.0}
     records = [scaling(name, n, 1e-4 * n**power, spread=0.0) for name, power in powers.items() for n in DOUBLINGS]
-    table = exponent_table(analyse([write_run(tmp_path / "run", records)]))
+    table = exponent_table(analysed(tmp_path, records))
     assert [row["variant"] for row in table.rows if row["quantity"] == "time"] == ["linformer", "bigbird", "full"]
 
 
@@ -281,7 +279,7 @@ def test_a_number_is_never_cut_where_a_column_can_go(tmp_path):
 def test_names_of_the_best_are_never_cut_where_a_column_can_go(tmp_path):
     """A part of `linformer or bigbird or full` would be the name of somebody else."""
     records = [scaling(name, n, n / 512) for name in ("linformer", "bigbird", "full") for n in DOUBLINGS]
-    table = front_table(analyse([write_run(tmp_path / "run", records)]))
+    table = front_table(analysed(tmp_path, records))
     for width in (60, 80, 120):
         line = next(line for line in printed(table, width).splitlines() if line.startswith("best"))
         assert set(line.split()) <= {"best", "linformer", "or", "bigbird", "full"}, line

@@ -11,14 +11,13 @@ import pytest
 from rich.console import Console
 
 from attn_zoo.records import Record
-from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table
 from attn_zoo.report.tables.table import to_terminal
 from attn_zoo.report.tables.time_tables import measurement_table, turns_table
 from tests.report.figures.legible import words
-from tests.report.synthetic import CLAIMS, pictures_of, scaling, write_run
+from tests.report.synthetic import CLAIMS, analysed, pictures_of, scaling
 
 ROUNDS = (1.0, 4.0, 1.0, 1.0, 5.0, 1.0)  # how slow the machine was in each round
 
@@ -37,7 +36,7 @@ def member(
 
 def test_ratios_are_taken_round_by_round(tmp_path: Path):
     records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1"), member("bigbird", 12.0, "b1")]
-    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    table = turns_table(analysed(tmp_path, records))
     assert table is not None
     found = [(row["variant"], row["fastest"]) for row in table.rows]
     assert found == [("linformer", "linformer"), ("bigbird", "linformer"), ("full", "linformer")]
@@ -57,7 +56,7 @@ def test_bundles_are_not_compared_with_each_other(tmp_path: Path):
         member("full", 31.0, "b2"),
         member("linformer", 10.0, "b2"),
     ]
-    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    table = turns_table(analysed(tmp_path, records))
     assert table is not None
     found = [(row["variant"], row["fastest"], round(row["ratio"], 3)) for row in table.rows]
     # The one that is in both stands in both, with the samples of its own rounds.
@@ -73,7 +72,7 @@ def test_a_factor_over_exact_attention_is_that_of_the_same_rounds(tmp_path: Path
     """Another exact one is faster, but was timed in other rounds: a ratio with it has the spread of the machine."""
     records = [member("full", 30.0, "b1"), member("bigbird", 12.0, "b1"), member("full", 20.0, "b2", label="other")]
     records.append(member("linformer", 1.0, "b3"))  # the fastest for certain
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     table = front_table(analysis)
     assert table is not None
     shown = {row[0]: row[1] for row in table.texts()}
@@ -86,7 +85,7 @@ def test_a_factor_over_exact_attention_is_that_of_the_same_rounds(tmp_path: Path
     )
     assert headline(analysis).endswith("as fast as exact attention (not timed in turns with it).")
     records[-1] = member("linformer", 1.0, "b1")
-    together = analyse([write_run(tmp_path / "together", records)])
+    together = analysed(tmp_path / "together", records)
     assert headline(together).endswith("at 2k 30\u00d7 [30, 30] as fast as full."), (
         "not over the fastest exact one, which is other"
     )
@@ -100,7 +99,7 @@ def test_a_crossing_is_that_of_the_same_rounds(tmp_path: Path):
     records = [member("full", 13.0, "b1"), member("bigbird", 12.0, "b1"), member("full", 12.5, "b2", label="other")]
     longer = [member("full", 30.0, "b3", seq_len=4096), member("bigbird", 20.0, "b3", seq_len=4096)]
     longer.append(member("full", 29.0, "b4", label="other", seq_len=4096))
-    analysis = analyse([write_run(tmp_path / "run", [*records, *longer])])
+    analysis = analysed(tmp_path, [*records, *longer])
     main, apart = analysis.panels[0].crossings
     assert (main.against, main.is_main, main.is_in_turns, crossing_text(main)) == (
         "full",
@@ -144,7 +143,7 @@ def test_a_crossing_is_with_the_fastest_where_another_is_beside_it_at_some_lengt
             records += [member("linformer", factor * size, "b1", seq_len=seq_len)]
         else:
             records += [alone("full", seq_len, 8.0 * size, "slow"), alone("linformer", seq_len, factor * size)]
-    main, *apart = analyse([write_run(tmp_path / "run", records)]).panels[0].crossings
+    main, *apart = analysed(tmp_path, records).panels[0].crossings
     assert (main.against, main.is_main, main.is_in_turns) == ("fast", True, False)
     assert main.result is not None
     assert main.result.length == pytest.approx(7700, rel=0.01)
@@ -155,7 +154,7 @@ def test_a_ratio_in_turns_carries_the_marks_of_the_fastest(tmp_path: Path):
     records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1"), member("bigbird", 12.0, "b2")]
     assert records[1].timing is not None
     records[1] = replace(records[1], timing=replace(records[1].timing, flags=("throttled",)))
-    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    table = turns_table(analysed(tmp_path, records))
     assert table is not None
     shown = {row[0]: (row[2][-1], row[3][-1]) for row in table.texts()}
     assert shown["linformer"][0] == "\u2020"
@@ -177,7 +176,7 @@ def test_training_steps_stand_beside_calls_under_a_name_of_their_own(tmp_path: P
         member("full", 90.0, "b2", **step),
         member("full", 30.0, "b2", label="full compiled", overrides={"compile": True}, **step),
     ]
-    table = turns_table(analyse([write_run(tmp_path / "run", records)]))
+    table = turns_table(analysed(tmp_path, records))
     assert table is not None
     assert [row["pass"].partition(",")[0] for row in table.rows] == ["forward", "forward", *["training step"] * 2]
     assert [(row["variant"], round(row["ratio"], 3)) for row in table.rows[2:]] == [
@@ -190,21 +189,21 @@ def test_training_steps_stand_beside_calls_under_a_name_of_their_own(tmp_path: P
 
 def test_further_processes_are_named_only_where_there_were_some(tmp_path: Path):
     records = [member("full", 30.0, "b1"), member("linformer", 10.0, "b1")]
-    table = turns_table(analyse([write_run(tmp_path / "several", records)]))
+    table = turns_table(analysed(tmp_path / "several", records))
     assert table is not None
     assert "and again in further processes" in table.note
     alone = []
     for record in records:
         assert record.timing is not None
         alone.append(replace(record, timing=replace(record.timing, process_sizes=())))
-    table = turns_table(analyse([write_run(tmp_path / "one", alone)]))
+    table = turns_table(analysed(tmp_path / "one", alone))
     assert table is not None
     assert "process," in table.note
     assert "processes" not in table.note
 
 
 def test_runs_without_bundles_have_no_such_table(tmp_path: Path):
-    assert turns_table(analyse([write_run(tmp_path / "run", [scaling("full", 512)])])) is None
+    assert turns_table(analysed(tmp_path, [scaling("full", 512)])) is None
 
 
 def test_one_speed_up_has_one_number_on_all_of_a_page(tmp_path: Path):
@@ -218,7 +217,7 @@ def test_one_speed_up_has_one_number_on_all_of_a_page(tmp_path: Path):
 
     records = [timed("full", 30.0, 2048, (5.0,)), timed("linformer", 10.0, 2048, (5.0, 1.0, 1.0))]
     records += [timed("full", 60.0, 4096, (5.0,)), timed("linformer", 15.0, 4096, (5.0, 1.0, 1.0))]
-    analysis = analyse([write_run(tmp_path / "run", records)])
+    analysis = analysed(tmp_path, records)
     rows = {(row["variant"], row["seq_len"]): row for row in measurement_table(analysis).rows}
     own, exact = rows["linformer", 2048], rows["full", 2048]
     assert [own[f"speed_up{end}"] for end in ("", "_low", "_high")] == pytest.approx([3.0] * 3)
@@ -235,7 +234,7 @@ def test_a_control_is_not_the_fastest_and_what_is_alone_is_beside_nothing(tmp_pa
     claims = CLAIMS | {"pooling": {"time_exponent": 1, "memory_exponent": 1, "is_exact": False, "is_control": True}}
     records = [member("full", 30.0, "b1"), member("pooling", 5.0, "b1"), member("linformer", 10.0, "b1")]
     records += [member("bigbird", 12.0, "b2")]
-    table = turns_table(analyse([write_run(tmp_path / "run", records, claims=claims)]))
+    table = turns_table(analysed(tmp_path, records, claims=claims))
     assert table is not None
     found = [(row["variant"], row["fastest"], round(row["ratio"], 3), row["is_level"]) for row in table.rows]
     assert found == [
