@@ -229,13 +229,14 @@ def _losses(row: Row, limit: float) -> Iterator[str]:
 
 
 def _severity(row: Row) -> tuple[int, float]:
-    """Return a key that sorts the worst first."""
+    """Return a key that sorts losses, the largest first, before gains, the largest first."""
     if row.get("num_lost"):
         return 0, -math.inf
     order = ("failed in b", "slower", "worse", "cannot say", "failed in a", "better", "faster", "same")
     size = row.get("ratio_low") or row.get("loss_low") or 0.0
     is_larger = (row.get("memory_ratio") or 0.0) > 1 + SAME_WITHIN
-    return (1 if is_larger and row["verdict"] in {"same", "cannot say"} else order.index(row["verdict"])), -size
+    place = 1 if is_larger and row["verdict"] in {"same", "cannot say"} else order.index(row["verdict"])
+    return place, size if row["verdict"] in {"better", "faster"} else -size
 
 
 def compare(a: str | Path, b: str | Path, *, allow: Iterable[str] | str = (), limit: float | None = None) -> Comparison:

@@ -67,7 +67,7 @@ def flops_ratios(observations: Iterable[Observation]) -> list[FlopsRatio]:
     see, and layers whose formula says nothing of their projections, which are counted. Fewer ran where padding is left
     out, which formulas count.
     """
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for one in observations:
         record, cell = one.record, one.cell
         claimed, counted = record.flops, record.counted_flops
@@ -79,10 +79,11 @@ def flops_ratios(observations: Iterable[Observation]) -> list[FlopsRatio]:
             continue
         if not (1 - AGREEMENT) * claimed * cell.least_pairs_frac <= counted <= (1 + AGREEMENT) * claimed:
             setting = f"{'causal' if cell.is_causal else 'bidirectional'}, {cell.scope or 'attention'}"
-            found.setdefault((one.label, setting), {})[cell.seq_len or 0] = claimed / counted
+            found.setdefault((one.label, setting), []).append((cell.seq_len or 0, claimed / counted))
     said = []
-    for (label, setting), ratios in sorted(found.items()):
-        least, most = min(ratios.values()), max(ratios.values())
+    for (label, setting), pairs in sorted(found.items()):
+        lengths, ratios = zip(*pairs, strict=True)
+        least, most = min(ratios), max(ratios)
         said.append(
             FlopsRatio(
                 variant=label,
@@ -90,7 +91,7 @@ def flops_ratios(observations: Iterable[Observation]) -> list[FlopsRatio]:
                 least=least,
                 most=most,
                 ratios=" to ".join(dict.fromkeys(f"{end:.3g}" for end in (least, most))),
-                lengths=" to ".join(dict.fromkeys(map(human_length, (min(ratios), max(ratios))))),
+                lengths=" to ".join(dict.fromkeys(map(human_length, (min(lengths), max(lengths))))),
                 is_too_many=most > 1,
             )
         )

@@ -107,6 +107,12 @@ def test_flops_that_were_claimed_and_did_not_run(tmp_path):
     assert said in page.read_text(encoding="utf-8")
 
 
+def test_each_pass_of_a_length_counts(tmp_path):
+    records = [counted("linformer", flops, 1000, pass_=name) for name, flops in (("fwd", 2000), ("fwd_bwd", 1500))]
+    (found,) = flops_ratios(analyse([run_of(tmp_path, records)]).results.observations)
+    assert (found.least, found.most, found.lengths) == (1.5, 2.0, "1k")
+
+
 def test_what_a_mask_hides_is_in_the_table_and_no_finding(tmp_path):
     records = [
         counted("full", 520, 1000, length=length, is_causal=True, scope="mixer", projections=100)
