@@ -277,6 +277,14 @@ def test_a_stage_that_breaks_before_it_has_a_folder_does_not_end_the_visit(scrip
     assert script.run_stage(stage, tmp_path, 1.0, "cpu") == "exit code 1: OSError: no card"
 
 
+def test_a_script_finds_the_package_and_when_it_fails_that_is_no_result(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    code = "import os; raise OSError(os.environ['PYTHONPATH'])"
+    monkeypatch.setattr(script, "command", lambda *_: [sys.executable, "-c", code])
+    stage = script.Stage(name="host-time", minutes=1, more=("script.py",))
+    assert script.run_stage(stage, tmp_path, 1.0, "cpu") == f"exit code 1: OSError: {script.ROOT}"
+
+
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -369,8 +369,16 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!write_key(key, PyLong_AsLongLong(given[0]), given + 1, count - 1, tensors)) Py_RETURN_NONE;
   const auto found = known.find(key);
   if (found == known.end()) Py_RETURN_NONE;
-  last_call = found->second->number;
-  return THPVariable_Wrap(Replay::apply(at::TensorList(tensors), reinterpret_cast<int64_t>(found->second)));
+  Call* const one = found->second;
+  last_call = one->number;
+  Tensor output;
+  {
+    // As torch's own functions do: a launch may wait for room in the device's queue, while the device waits for what
+    // another thread is to launch; and cuDNN plans for a tenth of a second.
+    const py::gil_scoped_release released;
+    output = Replay::apply(at::TensorList(tensors), reinterpret_cast<int64_t>(one));
+  }
+  return THPVariable_Wrap(std::move(output));
   END_HANDLE_TH_ERRORS
 }
 

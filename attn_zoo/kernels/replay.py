@@ -63,6 +63,7 @@ MOST_NUMBERS = 2**26
 _MOST_CALLS = 8192  # that are known, for good: one for each layer, length, and gradients wanted or not
 _MOST_TRIES = 4  # to record a kind of call; then it stays in Python
 _MOST_TRIED = 8 * MAX_KINDS
+_MOST_LAYOUTS = 16  # of gradients that one call is learnt for: slices of ever longer ones all lie otherwise
 
 _loading = Lock()  # threads come to their second call at once
 _native: Any = None
@@ -108,7 +109,8 @@ def _compile_by(compiler: str, target: Path, say: Callable[[str], object]) -> st
             if done.returncode:
                 errors = [line for line in done.stderr.splitlines() if "error" in line]
                 return f"{compiler} failed: {errors[0] if errors else f'exit code {done.returncode}'}"
-            whole.replace(target)
+            if not target.is_file():  # else another process was first, and may have loaded it from a shared home
+                whole.replace(target)
     except OSError as error:
         return f"{error.strerror}: {error.filename}"
     return None
@@ -272,12 +274,17 @@ class _Recording:
             self._slots[address] = self.num_slots - 1
         return self.num_slots - 1
 
-    def slot_of(self, tensor: Tensor | None) -> int:
-        """Return the slot of a tensor, -1 for None; a tensor that nobody gave ends the recording."""
+    def slot_of(self, tensor: Tensor | None, *, is_whole: bool = False) -> int:
+        """Return the slot of a tensor, -1 for None; a tensor that nobody gave ends the recording.
+
+        Args:
+            tensor: whose address is looked up.
+            is_whole: more of it counts than the address, so a view that begins where another tensor does is unknown.
+        """
         if tensor is None:
             return -1
         slot = self._slots.get(tensor.data_ptr(), -2)
-        self.is_sound &= slot >= 0
+        self.is_sound &= slot >= 0 and (not is_whole or _lies_as(tensor, self._kept[slot]))
         return slot
 
     def run(self, compute: Callable[[], _T]) -> _T:
@@ -293,11 +300,13 @@ class _Call:
         self.paths = recording.paths
         # As long as the process: the token, which is known by its address, and launches, whose end unloads kernels.
         self._kept = [token, recording.launches]
-        self._backward, self._constants, self._tries = backward, constants, 0
+        self._backward, self._constants = backward, constants
+        self._tries, self._num_learnt = 0, 0
 
     def differentiate(self, number: int, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients by Python, and learn how they are computed where the gradient of the output lies so."""
-        if self._tries < _MOST_TRIES and not _is_watched() and not _is_capturing(grad):
+        may_learn = self._tries < _MOST_TRIES and self._num_learnt < _MOST_LAYOUTS
+        if may_learn and not _is_watched() and not _is_capturing(grad):
             self._tries += 1
             with _told_unless_memory():
                 return self._learn(number, saved, grad)
@@ -320,6 +329,7 @@ class _Call:
             self.paths = list(dict.fromkeys([*self.paths, *recording.paths]))
             self._kept.append(recording.launches)
             self._tries = 0
+            self._num_learnt += 1
         return grads
 
 
@@ -407,11 +417,15 @@ def _has_learnt(token: object, given: Saved, forward: Forward, backward: Backwar
     return learnt
 
 
+def _lies_as(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+
+
 def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
     """Tell whether two results are the same, bit for bit, and lie alike."""
     if one is None or other is None or one is other:
         return one is other
-    if one.shape != other.shape or one.stride() != other.stride():
+    if not _lies_as(one, other):
         return False
     return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
 
@@ -484,7 +498,7 @@ class _Watch(TorchDispatchMode):
     def _called(self, schema: Any, args: tuple[Any, ...], named: dict[str, Any], results: tuple[Any, ...]) -> None:
         known = self._recording
         values = [*args, *(named.get(each.name, each.default_value) for each in schema.arguments[len(args) :])]
-        given = [(place, known.slot_of(x)) for place, x in enumerate(values) if isinstance(x, Tensor)]
+        given = [(place, known.slot_of(x, is_whole=True)) for place, x in enumerate(values) if isinstance(x, Tensor)]
         dropout = next(place for place, each in enumerate(schema.arguments) if each.name == "dropout_p")
         known.is_sound &= not values[dropout]
         rest = [None if isinstance(x, Tensor) else x for x in values]

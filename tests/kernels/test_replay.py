@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -287,6 +288,18 @@ def test_interpreted_gradients_and_saved_tensors_may_lie_anyhow(driver):
         output.backward(grad)
 
 
+def test_interpreted_gradients_that_always_lie_otherwise_are_learnt_so_many_times(driver, monkeypatch):
+    """Such as slices of what is put together with other things, of ever other lengths."""
+    monkeypatch.setattr(replay_module, "_MOST_LAYOUTS", 2)
+    given = leaves("query", "key", "value")
+    grad = torch.linspace(-1, 1, given[0].numel()).view_as(given[0])
+    wanted = learnt(driver, given)
+    for num_copies, num_launches in ((2, 2 + 3), (3, 2), (2, 5), (4, 2)):
+        driver.launches = 0
+        assert are_same(outcome(given, grad=torch.cat([grad] * num_copies, dim=-1)[..., :WIDTH]), wanted)
+        assert driver.launches == num_launches
+
+
 def test_interpreted_gradients_of_a_sum_are_replayed(driver):
     given = leaves("query", "key", "value")
     found = []
@@ -463,7 +476,9 @@ def test_interpreted_a_thread_without_a_context_gets_one_and_other_errors_are_to
         outcome(given)
 
 
-@pytest.mark.parametrize("compute", ["drawn", "added", "given by nobody", "kept in another place", "launched"])
+@pytest.mark.parametrize(
+    "compute", ["drawn", "added", "given by nobody", "kept in another place", "saved as integers", "launched"]
+)
 def test_interpreted_what_is_more_than_launches_is_not_learnt(driver, compute: str):
     kernel, token, kept = CachedLaunch(Copy(), (1,), {}), object(), torch.zeros(4)
 
@@ -475,7 +490,7 @@ def test_interpreted_what_is_more_than_launches_is_not_learnt(driver, compute: s
             "kept in another place": lambda: given[2:],
         }
         kernel(reads.get(compute, lambda: given)(), output)
-        return output, []
+        return output, [given.view(torch.int32)] if compute == "saved as integers" else []
 
     given = torch.ones(4)
     for _ in range(2):
@@ -498,6 +513,47 @@ def test_interpreted_an_operator_keeps_what_it_is_given_by_name(driver):
     assert torch.equal(found, forward()[0])
     query, key, value = given
     assert not torch.allclose(found, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+
+
+def test_interpreted_an_operator_that_is_given_a_part_is_not_learnt(driver):
+    """It begins where the whole does, which a replay would give it; of zeros the result is the same."""
+    given, token = [torch.zeros(1, 2, 8, 16) for _ in range(3)], object()
+
+    def forward() -> tuple[Tensor, list[Tensor]]:
+        query, *pair = given
+        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *[x[:, :, :4] for x in pair])
+        return output, []
+
+    for _ in range(2):
+        found = replay_module.learn(token, "kind", given, forward, lambda saved, grad: (grad, None, None))
+        assert found is None
+
+
+def test_interpreted_other_threads_run_while_a_launch_waits(monkeypatch):
+    """A full queue may wait for what another thread is to launch. Here a launch sleeps as long as its number says."""
+    sleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+    assert sleep is not None
+
+    def launch(kernel: CachedLaunch, *_: Tensor) -> None:
+        kernel.by_driver = DriverLaunch(400_000, (1, 1, 1, 32, 1, 1, 0), 2, bytes(8), (0, 1))
+
+    def forward() -> tuple[Tensor, list[Tensor]]:
+        output = torch.empty_like(given)
+        kernel(given, output)
+        return output, []
+
+    monkeypatch.setattr(CachedLaunch, "_launch", launch)
+    monkeypatch.setattr(replay_module, "_are_same", lambda *_: True)
+    kernel, token, given = CachedLaunch(Copy(), (1,), {}), object(), torch.ones(4)
+    with replaying(addresses=(sleep, sleep)), ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            replay_module.learn(token, "kind", [given], forward, lambda saved, grad: (grad,))
+        call, num_turns = pool.submit(replay_module.replay, token, given), 0
+        while not call.done():
+            num_turns += 1
+            time.sleep(0.001)
+        assert call.result() is not None
+    assert num_turns > 20
 
 
 def test_interpreted_an_error_of_python_in_backward_stays_what_it_is(driver):
@@ -607,6 +663,9 @@ def test_threads_that_compile_at_once_do_not_disturb_each_other(monkeypatch, tmp
     assert found == [None, None]
     assert target.read_text() == "begun\nended\n"
     assert [*target.parent.iterdir()] == [target]
+    before = target.stat().st_ino  # who has loaded it from a shared home would miss the file
+    assert replay_module._compile_by(str(slow), target, lambda _: None) is None
+    assert target.stat().st_ino == before
 
 
 def test_a_program_of_ones_own_compiles_when_a_call_comes_again(monkeypatch):
