@@ -1,6 +1,6 @@
 # attn_zoo: every target does the set-up it needs. `make` alone shows this help.
-# PYTHON: interpreter for the virtual environment, and the one that gpu-test and gpu use as it is.
-# WORKERS: of test; one more than two cores, because a third of the time tests wait for processes of their own.
+# PYTHON: makes the virtual environment; the gpu targets use it as is.
+# WORKERS: of test; three on two cores, because tests spend a third of the time waiting for processes of their own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || true  # on all cores, which pip does not
 	@touch $(STAMP)
 
-bench: $(STAMP)  ## run benchmarks/quick.toml for real and write tables, figures and report.html (a few minutes)
+bench: $(STAMP)  ## run benchmarks/quick.toml and write tables, figures and report.html (a few minutes)
 	$(BIN)/attn-zoo run benchmarks/quick.toml --out $(OUT)/quick
 	$(BIN)/attn-zoo report $(OUT)/quick
 
@@ -53,7 +53,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## write the generated tables of the documents and the index of results anew
+docs: $(STAMP)  ## update the generated tables of the documents and the index of results
 	$(BIN)/python -m attn_zoo docs
 
 docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an error
@@ -63,13 +63,13 @@ docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an 
 # These run from the checkout with what PYTHON has installed, and with what lies on the caller's PYTHONPATH.
 gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-decode gpu-accuracy: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-gpu-test:  ## tests marked gpu, with PYTHON as it is (no virtual environment)
+gpu-test:  ## tests marked gpu, with PYTHON as is (no virtual environment)
 	$(PYTHON) -m pytest tests -m gpu -q -n 12 --dist worksteal --benchmark-disable
 
-gpu-visit:  ## all of them in one visit, the most valuable first: call again until nothing is left; OUT gets files to carry, FROM has them
+gpu-visit:  ## all gpu targets in one visit, most valuable first; again until nothing is left; packs records into OUT, goes on from FROM
 	$(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
 
-gpu:  ## scaling on the GPU, resumable, TIME_LIMIT minutes a call, results in OUT, with PYTHON as it is
+gpu:  ## scaling on the GPU, TIME_LIMIT minutes a call, again to go on, results in OUT, with PYTHON as is
 	$(PYTHON) -m attn_zoo run benchmarks/scaling-gpu.toml --device cuda --out $(OUT)/scaling-gpu --time-limit $(TIME_LIMIT)
 	$(PYTHON) -m attn_zoo report $(OUT)/scaling-gpu
 
@@ -77,7 +77,7 @@ gpu-peers:  ## exact kernels and other projects' implementations on the GPU, lik
 	$(PYTHON) -m attn_zoo run benchmarks/peers-gpu.toml --device cuda --out $(OUT)/peers-gpu --time-limit $(TIME_LIMIT) $(PEERS:%=--variant-file %)
 	$(PYTHON) -m attn_zoo report $(OUT)/peers-gpu
 
-gpu-energy:  ## joules of three mechanisms on the GPU, where its counter can be read, likewise
+gpu-energy:  ## joules of three mechanisms on the GPU, if its counter can be read, likewise
 	$(PYTHON) -m attn_zoo run benchmarks/energy-gpu.toml --device cuda --out $(OUT)/energy-gpu --time-limit $(TIME_LIMIT)
 	$(PYTHON) -m attn_zoo report $(OUT)/energy-gpu
 

@@ -104,7 +104,8 @@ def new_variant(name: str, folder: Path) -> Path:
 
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name.isascii():
         able = re.sub(r"\W+", "_", name.casefold(), flags=re.ASCII).strip("_")
-        hint = f"; did you mean {able!r}?" if able.isidentifier() and not keyword.iskeyword(able) else ""
+        is_free = able.isidentifier() and not keyword.iskeyword(able) and able not in variants
+        hint = f"; did you mean {able!r}?" if is_free else ""
         rule = "lower-case letters, digits and '_', beginning with a letter"
         why = ", a keyword of Python" if keyword.iskeyword(name) else ""
         raise ConfigError("new", [("", f"expected a name of {rule}; got {name!r}{why}{hint}")])

@@ -218,8 +218,9 @@ def commands() -> str:
 
 
 def words() -> str:
-    """Return the words of DESIGN.md."""
-    return (ROOT / "DESIGN.md").read_text(encoding="utf-8").partition("## Words\n")[2]
+    """Return the words of DESIGN.md, from its table on: the sentence above leads here."""
+    section = (ROOT / "DESIGN.md").read_text(encoding="utf-8").partition("## Words\n")[2]
+    return section[section.index("| word |") :]
 
 
 FILLED: dict[str, Callable[[], str]] = {

@@ -337,6 +337,8 @@ def test_a_new_matrix_is_one_to_start_from(call, tmp_path, monkeypatch):
         (["matrix", "mine", "--like", "quik"], "did you mean 'quick'"),
         (["mine", "matrix"], "expected one name"),
         (["class"], "got 'class', a keyword of Python"),
+        (["My-Attention"], "got 'My-Attention'; did you mean 'my_attention'?"),
+        (["Linear-Attention"], "got 'Linear-Attention'\n"),  # whose other spelling is taken
         (["mine", "--like", "quick"], "--like: it is for matrices: new matrix NAME --like quick"),
     ],
 )

@@ -7,6 +7,7 @@ import html
 import importlib
 import pkgutil
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import attn_zoo
 from attn_zoo.cli import app
 from attn_zoo.docs import DOCUMENTS, complexity_table, update_results_index, update_tables, variant_table
 from attn_zoo.errors import ConfigError
+from attn_zoo.matrix.plan.schema import parse_matrix
 from tests.report.synthetic import write_run, zoo
 
 ROOT = Path(__file__).parents[1]
@@ -131,8 +133,10 @@ def test_files_and_pictures_that_the_documents_name_exist():
 
 
 def test_all_places_say_alike_how_long_accuracy_on_a_cpu_takes():
-    for name in ("docs/accuracy.md", "docs/matrix.md", "benchmarks/accuracy-cpu.toml"):
-        assert "four hours" in (ROOT / name).read_text(encoding="utf-8"), name
+    places = ("docs/accuracy.md", "docs/matrix.md", "benchmarks/accuracy-cpu.toml")
+    said = {name: set(re.findall(r"(\w+) hours", (ROOT / name).read_text(encoding="utf-8"))) for name in places}
+    assert len(set.union(*said.values())) == 1, said
+    assert all(said.values()), said
 
 
 def test_make_targets_that_the_documents_name_exist():
@@ -175,6 +179,25 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix + name, command
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix}{name} ")
+
+
+def test_the_page_of_the_command_line_names_every_command():
+    named = re.findall(r"^\| `attn-zoo (\w+)", (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), re.MULTILINE)
+    group: Any = get_command(app)
+    shown = [name for name, command in group.commands.items() if not command.hidden]
+    assert sorted(named) == sorted(shown)
+
+
+def test_matrices_in_the_documents_can_be_read():
+    blocks = [block for page in PAGES for block in re.findall(r"```toml\n(name = .*?)```", page.read_text(), re.DOTALL)]
+    assert len(blocks) == 3
+    for block in blocks:
+        parse_matrix(tomllib.loads(block), "document")
+
+
+def test_the_page_of_matrices_names_every_shipped_one():
+    section = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8").partition("## Shipped")[2].partition("\n## ")[0]
+    assert [path.stem for path in (ROOT / "benchmarks").glob("*.toml") if f"`{path.stem}`" not in section] == []
 
 
 def test_the_python_reference_has_every_public_name():

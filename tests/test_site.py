@@ -80,7 +80,7 @@ def test_references_are_made_from_the_code(site):
     assert "--time-limit" in commands
     for key in ("budget_s", "keep_weights", "has_energy", "description", "num_kv_heads"):
         assert key in keys
-    assert "what a trivial model scores" in words
+    assert "a process on a node of a cluster" in words
     api = text_of(site / "api.html")
     assert "results folder; by default runs/NAME" in api
     assert "Return the fastest variant at each length of each panel" in api
