@@ -21,7 +21,7 @@ Authors YEAR, "Title", arXiv NUMBER, equation.
 Cost: time O(B H L S D), memory O(B H L S).
 
 Check it:    attn-zoo check $name --variant-file $file
-Measure it:  attn-zoo run quick --variant-file $file --add $name
+Measure it:  attn-zoo run quick --variant-file $file --add $name --out runs/$name
 """
 
 from dataclasses import dataclass

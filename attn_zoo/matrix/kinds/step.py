@@ -25,6 +25,7 @@ from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
 from attn_zoo.measure.memory import memory_of_update
+from attn_zoo.measure.passes import num_unlike
 from attn_zoo.records import PASSES, STEP_VERSION, Cell, Memory
 from attn_zoo.registry import variants
 
@@ -218,6 +219,8 @@ class StepWorkload(AbstractWorkload):
 
     def settle(self) -> None:
         self._learner.settle()
+        for _ in range(num_unlike(next(self._learner.model.parameters()))):  # mixers as written are recorded each
+            self._learner.step()
 
     def memory(self) -> Memory:
         self._learner.launch_singly()

@@ -17,6 +17,7 @@ from attn_zoo.kernels.trace import note_path
 from attn_zoo.matrix.cell import trial
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
+from attn_zoo.matrix.kinds import step as step_kind
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
@@ -202,8 +203,9 @@ def test_every_cell_of_a_process_is_compiled_or_fails(graphs, monkeypatch):
 
 
 @pytest.mark.parametrize("num_unlike", [0, 5])
-def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
-    """What is captured as a CUDA graph must not be captured in a sample."""
+@pytest.mark.parametrize("num_recorded", [0, 3])
+def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike, num_recorded):
+    """What is captured as a CUDA graph must not be captured in a sample, nor a mixer's call be recorded in one."""
     counts = {"steps": 0}
     step, warm_up = updates.Updater.step, Sampling.warm_up
 
@@ -218,9 +220,10 @@ def test_steps_that_run_otherwise_come_before_warm_up(monkeypatch, num_unlike):
     monkeypatch.setattr(updates.Updater, "step", stepping)
     monkeypatch.setattr(Sampling, "warm_up", warming)
     monkeypatch.setattr(updates.Updater, "num_unlike", num_unlike)
+    monkeypatch.setattr(step_kind, "num_unlike", lambda _: num_recorded)
     [cell] = cells(["full"])
     assert run_cell(cell).status == "ok"
-    assert counts["before"] == max(1, num_unlike)
+    assert counts["before"] == max(1, num_unlike) + num_recorded
 
 
 def test_energy_is_of_the_steps_that_were_timed(monkeypatch):
