@@ -221,9 +221,9 @@ def _measure(
     retry: Iterable[str] | str,
     time_limit_min: float | None,
     data_dir: str | Path | None,
+    allow_mixed_env: bool,
     track: str | None,
     progress: bool,
-    **options: Any,
 ) -> Run:
     """Run what `make` plans, which takes seconds: what is wrong with other arguments is said before."""
     from attn_zoo.records import STATUSES
@@ -260,8 +260,8 @@ def _measure(
             retry_statuses=statuses,
             time_limit_min=time_limit_min,
             progress=make_progress() if progress else Progress(),
+            allow_mixed_env=allow_mixed_env,
             data_dir=data_folder(data_dir),
-            **options,
         )
     return Run([place], summary)
 

@@ -94,13 +94,12 @@ def compare(
     if markdown and as_json:
         raise ConfigError("--markdown", [("", "expected either --markdown or --json, not both")])
     found = compare_runs(before, after, allow=allow or (), limit=_share("--fail-above", fail_above))
-    tables = found.tables(most=MOST_LINES)
     if as_json:
         console.print_json(found.rows)
     elif markdown:
         print(found.markdown())  # noqa: T201 # as it is, at any width
     else:
-        for table in tables:
+        for table in found.tables(most=MOST_LINES):
             to_terminal(table, console.out)
         if found.agreement:
             console.say(found.agreement)

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import accumulate
 from operator import attrgetter
 from statistics import fmean
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -69,7 +69,7 @@ Status = Literal[
 ]
 """What became of a cell. `cancelled` is never stored: a cell that is stopped, or ended by a disk that is full, has no
 record, and the next run takes it up."""
-STATUSES: tuple[str, ...] = Status.__args__  # type: ignore[attr-defined]
+STATUSES: tuple[str, ...] = get_args(Status)
 
 ANSWERS = frozenset({"ok", "unsupported"})
 """The run did what was asked; every other status makes its exit code 1."""

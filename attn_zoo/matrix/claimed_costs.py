@@ -116,16 +116,17 @@ def _remembered(formula: Callable[[Shape], int | None], shape: Shape) -> int | N
 
 def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what a run stores of each variant, so that a report need load none; see `attn_zoo.folder.Claim`."""
+    known = {name: variants[name] for name in sorted(set(names) & set(variants))}
     return {
         name: {
-            "time_exponent": variants[name].complexity.time_exponent,
-            "memory_exponent": variants[name].complexity.memory_exponent,
-            "time": variants[name].complexity.time,
-            "memory": variants[name].complexity.memory,
-            "is_exact": variants[name].capabilities.is_exact,
-            "routing_sees_future": variants[name].capabilities.causal == "masked",
-            "is_control": variants[name].capabilities.is_control,
-            "depends_on_padding": not variants[name].capabilities.is_padding_invariant,
+            "time_exponent": one.complexity.time_exponent,
+            "memory_exponent": one.complexity.memory_exponent,
+            "time": one.complexity.time,
+            "memory": one.complexity.memory,
+            "is_exact": one.capabilities.is_exact,
+            "routing_sees_future": one.capabilities.causal == "masked",
+            "is_control": one.capabilities.is_control,
+            "depends_on_padding": not one.capabilities.is_padding_invariant,
         }
-        for name in sorted(set(names) & set(variants))
+        for name, one in known.items()
     }

@@ -112,17 +112,11 @@ def driver_version() -> str | None:
     return version.decode() if isinstance(version, bytes) else version
 
 
-def _power_w(nvml: Any, handle: Any) -> float | None:
-    milliwatts = _read(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    return None if milliwatts is None else 1e-3 * milliwatts
-
-
 def power_limit_w(device: torch.device | str) -> float | None:
     """Return the watts that `device` is held to, of a slice those of its card; None where NVML does not tell."""
     if (gpu := _connect(device)) is None:
         return None
-    milliwatts = _read(lambda: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card))
-    return None if milliwatts is None else milliwatts / 1e3
+    return _read(lambda: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.card) / 1e3)
 
 
 def _throttle_bits(nvml: Any, handle: Any) -> int:
@@ -147,7 +141,7 @@ def clocks(device: torch.device | str) -> Clocks | None:
     return Clocks(
         sm_mhz=_read(lambda: float(nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM))),
         temperature_c=_read(lambda: float(nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU))),
-        power_w=_power_w(nvml, card),
+        power_w=_read(lambda: 1e-3 * nvml.nvmlDeviceGetPowerUsage(card)),
         throttles=tuple(name for bit, name in _THROTTLES.items() if bits & bit),
     )
 

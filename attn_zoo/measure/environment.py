@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from attn_zoo.measure import energy
 from attn_zoo.records import Environment
 
 PACKAGES = (
@@ -137,17 +138,7 @@ def _driver() -> str | None:
     except (OSError, IndexError):
         words = []
     numbers = [word for word in words if word[0].isdigit() and "." in word]
-    if numbers:
-        return numbers[0]
-    from attn_zoo.measure.energy import driver_version
-
-    return driver_version()
-
-
-def _power_limit_w() -> float | None:
-    from attn_zoo.measure.energy import power_limit_w
-
-    return power_limit_w(torch.device("cuda", torch.cuda.current_device()))
+    return numbers[0] if numbers else energy.driver_version()
 
 
 def _versions() -> dict[str, str]:
@@ -217,7 +208,8 @@ def hashed_host() -> str:
 def capture_environment() -> Environment:
     """Describe this machine and the software in this process. Takes a fraction of a second; call it once for a run."""
     commit, is_dirty = _commit(Path(__file__).resolve().parent.parent)
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    gpu = None if device is None else torch.cuda.get_device_properties(device)
     return Environment(
         host=hashed_host(),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -227,7 +219,7 @@ def capture_environment() -> Environment:
         threads=_threads(),
         gpu=None if gpu is None else gpu.name,
         gpu_memory_bytes=None if gpu is None else gpu.total_memory,
-        gpu_power_limit_w=None if gpu is None else _power_limit_w(),
+        gpu_power_limit_w=None if device is None else energy.power_limit_w(device),
         driver=None if gpu is None else _driver(),
         versions=_versions(),
         commit=commit,

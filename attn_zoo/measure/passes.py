@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import get_args
 
 import torch
@@ -91,9 +92,6 @@ def make_pass(
             seeds.append(grad_like(output))
         return seeds[0]
 
-    def clear() -> None:
-        clear_grads(leaves)
-
     def infer() -> Tensor:
         with torch.no_grad():
             return forward()
@@ -112,7 +110,7 @@ def make_pass(
     if not kind.backwards:
         return fwd, None
     if kind.forwards:
-        return fwd_bwd, clear
+        return fwd_bwd, partial(clear_grads, leaves)
     for _ in range(num_unlike(leaves[0])):
         fwd()  # gradients are replayed of what is
     output = fwd()
@@ -122,4 +120,4 @@ def make_pass(
         output.backward(seed, retain_graph=True)  # type: ignore[no-untyped-call]
         return output
 
-    return bwd, clear
+    return bwd, partial(clear_grads, leaves)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from attn_zoo.errors import first_line
 from attn_zoo.measure.capture import capturing, note_failure
 from attn_zoo.records import Timing
 
@@ -261,8 +262,7 @@ def with_device_time(
             cuda.synchronize(torch.device(device))
         except Exception:  # an error of the device stays with the process
             note_failure()
-        first = (str(error).strip().splitlines() or [""])[0]
-        return replace(timing, graph_reason=f"{type(error).__name__}: {first}")
+        return replace(timing, graph_reason=f"{type(error).__name__}: {first_line(error)}")
 
 
 def _num_samples(call_ms: float) -> int:

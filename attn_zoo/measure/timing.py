@@ -49,35 +49,6 @@ def quiet_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _warm_up(watch: AbstractStopwatch, call: Call, setup: Call | None, warm_s: list[float], budget_s: float) -> bool:
-    """Append calls to `warm_s` until they are steady or the budget is spent; return whether they are."""
-    spent, fastest = sum(warm_s), min(warm_s, default=math.inf)
-    while True:
-        last_two = warm_s[-2:]
-        is_steady = len(last_two) == 2 and max(last_two) <= STEADY_RATIO * min(last_two[0], fastest)
-        if is_steady and len(warm_s) >= MIN_WARMUP_CALLS - 1 and spent >= MIN_WARMUP_S:
-            return True
-        if spent >= budget_s or len(warm_s) >= MAX_WARMUP_CALLS:
-            return is_steady
-        warm_s.append(watch.once(call, setup))
-        spent += warm_s[-1]
-        fastest = min(fastest, warm_s[-1])
-
-
-def _choose_loops(
-    watch: AbstractStopwatch, call: Call, setup: Call | None, call_s: float, min_sample_s: float
-) -> tuple[int, int]:
-    """Return how many calls fill a sample, and how many calls it took to find out.
-
-    One call timed alone costs more than one in a loop, so the first guess is tried and corrected once.
-    """
-    loops = min(math.ceil(min_sample_s / call_s), MAX_LOOPS)
-    if not watch.has_loops or loops <= 1:
-        return 1, 0
-    tried_s = max(watch.take(call, setup, count=1, loops=loops)[0].wall_s, 1e-9)
-    return min(max(loops, math.ceil(loops * min_sample_s / tried_s)), MAX_LOOPS), loops
-
-
 class Sampling:
     """One callable on its way to a `Timing`: `run`, or its parts in turn with others (`sample_in_turns`).
 
@@ -150,25 +121,51 @@ class Sampling:
 
     def warm_up(self) -> None:
         """Call until the calls are steady, and choose how many of them fill a sample."""
-        watch, call, setup, budget_s = self._watch, self._call, self._setup, self._budget_s
         warm_s: list[float] = []
-        if self._first_s >= budget_s:
+        if self._first_s >= self._budget_s:
             # Slow, or slow once because it compiled? The next call tells, and is kept if it is slow too.
-            probe = watch.take(call, setup, count=1, loops=1)
-            if probe[0].wall_s >= budget_s:
+            probe = self._watch.take(self._call, self._setup, count=1, loops=1)
+            if probe[0].wall_s >= self._budget_s:
                 self._samples += probe
             else:
                 warm_s.append(probe[0].wall_s)
-        if not self._samples and not _warm_up(watch, call, setup, warm_s, budget_s):
-            self._flags.append("unsteady_warmup")
-        call_s = max(self._samples[0].wall_s if self._samples else min(warm_s), 1e-9)
-        num_calibrating = 0
         if self._samples:
+            call_s, num_calibrating = max(self._samples[0].wall_s, 1e-9), 0
             self._range = (min(LONG_SAMPLES, self._range[1]),) * 2
         else:
-            self._loops, num_calibrating = _choose_loops(watch, call, setup, call_s, 1e-3 * self._min_sample_ms)
+            if not self._until_steady(warm_s):
+                self._flags.append("unsteady_warmup")
+            call_s = max(min(warm_s), 1e-9)
+            num_calibrating = self._choose_loops(call_s)
         self._num_warmup = 1 + len(warm_s) + num_calibrating
         self._expected_s = call_s * self._loops
+
+    def _until_steady(self, warm_s: list[float]) -> bool:
+        """Append calls to `warm_s` until they are steady or the budget is spent; return whether they are."""
+        spent, fastest = sum(warm_s), min(warm_s, default=math.inf)
+        while True:
+            last_two = warm_s[-2:]
+            is_steady = len(last_two) == 2 and max(last_two) <= STEADY_RATIO * min(last_two[0], fastest)
+            if is_steady and len(warm_s) >= MIN_WARMUP_CALLS - 1 and spent >= MIN_WARMUP_S:
+                return True
+            if spent >= self._budget_s or len(warm_s) >= MAX_WARMUP_CALLS:
+                return is_steady
+            warm_s.append(self._watch.once(self._call, self._setup))
+            spent += warm_s[-1]
+            fastest = min(fastest, warm_s[-1])
+
+    def _choose_loops(self, call_s: float) -> int:
+        """Choose how many calls fill a sample; return how many calls it took to find out.
+
+        One call timed alone costs more than one in a loop, so the first guess is tried and corrected once.
+        """
+        min_sample_s = 1e-3 * self._min_sample_ms
+        loops = min(math.ceil(min_sample_s / call_s), MAX_LOOPS)
+        if not self._watch.has_loops or loops <= 1:
+            return 0
+        tried_s = max(self._watch.take(self._call, self._setup, count=1, loops=loops)[0].wall_s, 1e-9)
+        self._loops = min(max(loops, math.ceil(loops * min_sample_s / tried_s)), MAX_LOOPS)
+        return loops
 
     @property
     def spent_s(self) -> float:

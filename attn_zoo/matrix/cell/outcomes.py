@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from attn_zoo.errors import (
@@ -65,14 +65,22 @@ def short_trace(error: BaseException) -> str:
     return "\n".join(lines[-_TRACE_LINES:])[-_TRACE_CHARS:].encode("utf-8", "backslashreplace").decode()
 
 
-def ended(record: Record, run: Callable[[], Record], room_bytes: int | None) -> Record:
-    """Return the record that running a cell gives; every exception but Ctrl-C becomes a status of the cell."""
+def run_one(
+    records: Sequence[Record], measure: Callable[[Record, dict[str, float]], Record], room_bytes: int | None
+) -> list[Record]:
+    """Return the record of a single cell as `measure` gives it, with the seconds that this notes by phase.
+
+    Every exception but Ctrl-C becomes a status of the cell.
+    """
+    (record,) = records
+    phases: dict[str, float] = {}
     try:
-        return run()
+        record = measure(record, phases)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a variant may even call sys.exit
-        return failure_record(record, error, room_bytes)
+        record = failure_record(record, error, room_bytes)
+    return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
 
 
 def failure_record(record: Record, error: BaseException, room_bytes: int | None = None) -> Record:

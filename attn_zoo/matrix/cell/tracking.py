@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
+from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError, first_line
 from attn_zoo.records import Cell
 
 VARIABLE = "TRACK_TRAINING"
@@ -64,15 +64,15 @@ def check_tracker(text: str) -> str:
 
     Raises:
         UnknownNameError: there is no such tracker.
-        UnsupportedError: its package is not installed.
+        UnsupportedError: its package cannot be loaded.
     """
     name, _, place = text.partition(":")
     if name not in TRACKERS:
         raise UnknownNameError("tracker", name, list(TRACKERS), f"there are {', '.join(TRACKERS)}")
     try:
         importlib.import_module(name)
-    except ImportError as error:
-        raise UnsupportedError(name, f"{name} cannot be loaded ({error}); pip install {name}") from None
+    except Exception as error:  # as it is not installed, or does not suit another package that is
+        raise UnsupportedError(name, f"{name} cannot be loaded ({first_line(error)}); pip install {name}") from None
     return f"{name}:{Path(place or FOLDERS[name]).absolute()}" if name in FOLDERS else text
 
 

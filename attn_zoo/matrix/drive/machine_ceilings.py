@@ -24,7 +24,7 @@ from attn_zoo.matrix.drive.engines.process import spawn_environment
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import die_with_parent
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.matrix.store.lock import hold_lock
+from attn_zoo.matrix.store.lock import wait_for_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings
 
@@ -87,9 +87,7 @@ def note_ceilings(
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(
-                hold_lock(store.folder, None, name=".lock-ceilings", wait=True, should_stop=should_give_up)
-            )
+            stack.enter_context(wait_for_lock(store.folder / ".lock-ceilings", should_give_up))
             here = store.info(has_plan=False).names_of(environment)
             known = {one.subject[1:]: one for one in store.ceilings() if one.environment in here}
         except StoreError as error:

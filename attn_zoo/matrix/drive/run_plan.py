@@ -30,7 +30,7 @@ from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.expand import Plan, estimated, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.kept_sources import keep_sources
-from attn_zoo.matrix.store.lock import hold_lock
+from attn_zoo.matrix.store.lock import wait_for_lock
 from attn_zoo.matrix.store.store import Store, with_known_data
 from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
 from attn_zoo.registry import variants
@@ -214,7 +214,7 @@ class Session(Control):
 
     def measured(self, ceilings: Sequence[Ceilings]) -> None:
         try:
-            with hold_lock(self._store.folder, None, name=".lock-ceilings", wait=True, should_stop=self.is_over):
+            with wait_for_lock(self._store.folder / ".lock-ceilings", self.is_over):
                 self._store.add_ceilings(ceilings)
         except StoreError as error:
             self._progress.say(f"{error}; nothing new is noted")
@@ -430,12 +430,13 @@ def run(
         again = store.marked_again()
         records = {key: record for key, record in scan.records.items() if key not in again}
         left = estimated(standing(plan.cells, list(records.values())).left)
+        todo = [item for item in left if item.cell.key not in away]
         limit_s = None if time_limit_min is None else time_limit_min * 60
         info = store.info(has_plan=False)
         refuse = (lambda _: "") if allow_mixed_env else info.refusal
         here = None if environment is None else info.names_of(environment.digest)
         repeats = _repeats(store, plan, records, here)
-        session = Session(store, progress, limit_s, left, list(records.values()), engine.jobs, repeats, refuse)
+        session = Session(store, progress, limit_s, todo, list(records.values()), engine.jobs, repeats, refuse)
         digest = "" if environment is None else environment.digest
         settings = Settings(
             logs=store.logs,
@@ -455,21 +456,21 @@ def run(
         if num_away := sum(key not in records or records[key].status in retry_statuses for key in away):
             where = "say where they are (--data-dir or ATTN_ZOO_DATA)"
             progress.say(f"cells that wait for data that are not here: {num_away}; {where}")
-        if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in left if item.refusal is None):
+        if num_compiled := sum(bool(item.cell.overrides.get("compile")) for item in todo if item.refusal is None):
             progress.say(f"cells that are compiled first, in silence and up to a minute each: {num_compiled}")
         try:
             with _signals(session.interrupt):
                 if not engine.is_remote:
-                    note_ceilings(left, store, digest, progress.say, session.is_over)
-                for item in left:
-                    if item.refusal is not None and item.cell.key not in away:
+                    note_ceilings(todo, store, digest, progress.say, session.is_over)
+                for item in todo:
+                    if item.refusal is not None:
                         started = datetime.now(UTC).isoformat(timespec="seconds")
                         record = Record(cell=item.cell, status="unsupported", reason=item.refusal[1], started=started)
                         session.finished(replace(record, environment=digest))
-                engine.run(lanes_of(left, records, repeats), settings, session)
+                engine.run(lanes_of(todo, records, repeats), settings, session)
                 if not engine.is_remote and not session.is_over():
                     timed = {record.cell.key for record in session.new if record.timing is not None}
-                    measured = [item for item in left if item.cell.key in timed]
+                    measured = [item for item in todo if item.cell.key in timed]
                     note_ceilings(measured, store, digest, progress.say, session.is_over, is_done=True)
                 reasons = Counter(record.energy_reason for record in session.new if record.energy_reason)
                 for reason, count in reasons.items():

@@ -22,7 +22,7 @@ from torch import nn
 
 from attn_zoo.conformance import gate_model
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, UnsupportedError, suggestion
-from attn_zoo.matrix.cell.outcomes import ended
+from attn_zoo.matrix.cell.outcomes import run_one
 from attn_zoo.matrix.cell.tracking import tracked
 from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.kinds.kind import (
@@ -48,6 +48,14 @@ if TYPE_CHECKING:
 
 MAX_TRIALS = 256
 """More combinations than that are a search, not a grid."""
+
+_PRETRAINING = {"pretrain_steps": ("masked", "causal"), "pretrain_mask_prob": ("masked",)}
+"""Fields that say something of these kinds of pretraining only."""
+
+
+def _is_idle(name: str, pretrain: str | None) -> bool:
+    """Tell whether a field of a protocol changes nothing beside a kind of pretraining; None where that is not known."""
+    return pretrain is not None and name in _PRETRAINING and pretrain not in _PRETRAINING[name]
 
 
 class TaskGroup(Group):
@@ -94,10 +102,14 @@ class AccuracyGroup(TaskGroup):
     def num_cells(self) -> int:
         return super().num_cells * math.prod(len(values) for values in self.grid.values())
 
-    def trials(self) -> Iterator[dict[str, Any]]:
-        """Yield the overrides of each combination of the grid, those of the group included."""
+    def trials(self) -> list[dict[str, Any]]:
+        """Return the overrides of each combination of the grid, the group's included; of equal trainings the first."""
+        distinct: dict[str, dict[str, Any]] = {}
         for trial in combinations(self.grid):
-            yield {**self.overrides, **trial}
+            overrides = {**self.overrides, **trial}
+            says = {name: value for name, value in overrides.items() if not _is_idle(name, overrides.get("pretrain"))}
+            distinct.setdefault(repr(sorted(says.items())), overrides)
+        return list(distinct.values())
 
 
 class Accuracy(AbstractKind):
@@ -182,12 +194,9 @@ class Accuracy(AbstractKind):
         tell: Callable[[int], object],  # noqa: ARG002 - there is one cell
         room_bytes: int | None,
     ) -> list[Record]:
-        phases: dict[str, float] = {}
-        (record,) = records
-        record = ended(record, partial(self.measure, record, order, phases), room_bytes)
-        return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
+        return run_one(records, partial(self.measure, order), room_bytes)
 
-    def measure(self, record: Record, order: WorkOrder, phases: dict[str, float]) -> Record:
+    def measure(self, order: WorkOrder, record: Record, phases: dict[str, float]) -> Record:
         """Return the record of a cell with what it gave; whatever stops it is raised."""
         prepare(record.cell, order)
         with in_phase(phases, "training"):
@@ -391,8 +400,8 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
 
 def _idle_problems(given: Mapping[str, Any], trained: Sequence[Protocol]) -> Iterator[Problem]:
     """Yield which fields of a pretraining are given though no combination pretrains: they would change keys alone."""
-    for name, needed in (("pretrain_steps", ("masked", "causal")), ("pretrain_mask_prob", ("masked",))):
-        if name in given and not any(each.pretrain in needed for each in trained):
+    for name, needed in _PRETRAINING.items():
+        if name in given and all(_is_idle(name, each.pretrain) for each in trained):
             got = ", ".join(sorted({repr(each.pretrain) for each in trained}))
             yield name, f"expected pretrain = {' or '.join(map(repr, needed))} beside it; got {got}"
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,7 +37,7 @@ from attn_zoo.conformance.inputs import Inputs
 from attn_zoo.discovery.global_state import settings_kept
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.kernels.trace import recording
-from attn_zoo.matrix.cell.outcomes import ended
+from attn_zoo.matrix.cell.outcomes import run_one
 from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.claimed_costs import (
     DTYPE_BYTES,
@@ -49,7 +48,7 @@ from attn_zoo.matrix.claimed_costs import (
     form_of,
     forward_flops,
 )
-from attn_zoo.matrix.kinds.kind import Axis, Forecast, Member, Seed
+from attn_zoo.matrix.kinds.kind import NO_CUDA, Axis, Forecast, Member, Seed
 from attn_zoo.matrix.kinds.one_call import CallGroup, CallKind, gate_call
 from attn_zoo.matrix.kinds.scaling import draw_inputs, normal
 from attn_zoo.matrix.kinds.timed import TimedForecast
@@ -138,19 +137,16 @@ class Approximate(CallKind):
         tell: Callable[[int], object],  # noqa: ARG002 - there is one cell
         room_bytes: int | None,
     ) -> list[Record]:
-        (record,) = records
-        phases: dict[str, float] = {}
-        if record.cell.threads is not None:
-            torch.set_num_threads(record.cell.threads)
-        record = ended(record, partial(_compare, record, phases), room_bytes)
-        return [replace(record, duration_s=round(sum(phases.values()), 4), phases=phases)]
+        if (threads := records[0].cell.threads) is not None:
+            torch.set_num_threads(threads)
+        return run_one(records, _measure, room_bytes)
 
 
 @settings_kept()
-def _compare(record: Record, phases: dict[str, float]) -> Record:
+def _measure(record: Record, phases: dict[str, float]) -> Record:
     cell = record.cell
     if cell.device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("cuda", "no CUDA device here")
+        raise UnsupportedError(*NO_CUDA)
     with in_phase(phases, "build"):
         seed_generators(cell.seed)
         build = build_context(cell)

@@ -132,13 +132,13 @@ def _capabilities(cell: Cell) -> Capabilities:
 
 
 class AbstractReadWorkload(AbstractWorkload):
-    """A module that reads `seq_len` of the `num_tokens` inputs, and the causal forward over these and one more.
+    """A module that reads `seq_len` of its inputs, which have `num_after` more, and the causal forward over one more.
 
     Raises:
         UnsupportedError: the variant refuses what the cell asks.
     """
 
-    def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None, num_tokens: int) -> None:
+    def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None, *, num_after: int) -> None:
         assert cell.seq_len is not None  # every cell of this kind has one
         dtype: torch.dtype = getattr(torch, cell.dtype)
         seed_generators(cell.seed)
@@ -147,7 +147,7 @@ class AbstractReadWorkload(AbstractWorkload):
         is_free = _capabilities(cell).variable_seq_len
         self._whole_len = _fitting(cell, cell.seq_len + 1) if is_free else self._build.max_seq_len
         self._module = module.to(device=cell.device, dtype=dtype).eval()
-        self.inputs = draw_inputs(cell.at(num_tokens), dtype) if inputs is None else inputs
+        self.inputs = draw_inputs(cell.at(cell.seq_len + num_after), dtype) if inputs is None else inputs
 
     def gate(self) -> tuple[str, ...]:
         return gate_call(self._cell, self._build, seq_len=self._whole_len, needs_decode=True)
@@ -206,8 +206,7 @@ class PrefillWorkload(AbstractReadWorkload):
     """A prompt of `seq_len` tokens, read at once into an empty state: what the first token waits for."""
 
     def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None) -> None:
-        assert cell.seq_len is not None  # every cell of this kind has one
-        super().__init__(cell, inputs, cell.seq_len)
+        super().__init__(cell, inputs, num_after=0)
         self._first: Tensor | None = None
         self._state_bytes = 0
 
@@ -307,12 +306,11 @@ class DecodeWorkload(AbstractReadWorkload):
     """One token, decoded after `seq_len` others."""
 
     def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None) -> None:
-        assert cell.seq_len is not None  # every cell of this kind has one
-        super().__init__(cell, inputs, cell.seq_len + 1)
+        super().__init__(cell, inputs, num_after=1)
         with torch.no_grad():
             # Of one token less: a cache that is continued a second time is copied, which `_begin` does beforehand.
             self._start = self._empty()
-            if before := range(cell.seq_len - 1):
+            if before := range(self._seq_len - 1):
                 _, self._start = self._read(before, self._start, at_once=len(before) > 1)
         self._first: Tensor | None = None
 

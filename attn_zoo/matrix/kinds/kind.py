@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from attn_zoo.matrix.plan.estimate import Estimate
-from attn_zoo.matrix.plan.planned_cell import PlannedCell
+from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.records import Cell, Record
@@ -26,6 +26,8 @@ Problem = tuple[str, str]
 
 Member = dict[str, Any]
 """Fields of a cell that an entry of a group decides: variant, label, options, variant_digest and what else it says."""
+
+NO_CUDA: Refusal = ("cuda", "no CUDA device here")
 
 MAX_LEN = 2**26
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]

@@ -119,7 +119,7 @@ class Replace(Accuracy):
                 refusal = before.refusal or _no_heads(cell) or own.refusal
                 yield replace(own, cell=cell, refusal=refusal, isolation="lane")
 
-    def measure(self, record: Record, order: WorkOrder, phases: dict[str, float]) -> Record:
+    def measure(self, order: WorkOrder, record: Record, phases: dict[str, float]) -> Record:
         cell = record.cell
         prepare(cell, order)
         with in_phase(phases, "training"):

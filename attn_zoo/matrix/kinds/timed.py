@@ -20,7 +20,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import config_of
-from attn_zoo.matrix.kinds.kind import AbstractKind, Axis, Forecast, Member, Seconds
+from attn_zoo.matrix.kinds.kind import NO_CUDA, AbstractKind, Axis, Forecast, Member, Seconds
 from attn_zoo.matrix.kinds.one_call import CallGroup, LengthGroup, make_module
 from attn_zoo.matrix.plan.estimate import CALLS
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
@@ -158,7 +158,7 @@ class TimedKind(AbstractKind):
 
     def _workload_here(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
         if cell.device == "cuda" and not torch.cuda.is_available():
-            raise UnsupportedError("cuda", "no CUDA device here")
+            raise UnsupportedError(*NO_CUDA)
         return self.workload(cell, inputs)
 
 

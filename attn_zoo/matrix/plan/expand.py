@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, suggestion
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
-from attn_zoo.matrix.kinds.kind import AbstractKind, Entry, Group, Member
+from attn_zoo.matrix.kinds.kind import NO_CUDA, AbstractKind, Entry, Group, Member
 from attn_zoo.matrix.plan.estimate import START_S
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
@@ -102,8 +102,7 @@ def make_plan(
     if only:
         kept = [item for item in cells if any(fnmatchcase(item.cell.id, pattern) for pattern in only)]
         if not kept:
-            example = cells[0].cell.id if cells else "(none)"
-            raise ConfigError("only", [("", f"no cell matches {', '.join(only)}; a cell's id looks like {example}")])
+            raise ConfigError("only", [("", _no_match(only, cells))])
         cells = kept
     variant_files = tuple(plain_files(cells))
     if should_probe:
@@ -118,6 +117,20 @@ def make_plan(
         is_whole=shard is None and not only,
         variant_files=variant_files,
     )
+
+
+def _no_match(patterns: Sequence[str], cells: Sequence[PlannedCell]) -> str:
+    """Return the sentence for patterns that no id matches: the known part nearest to one that no id has either."""
+    example = cells[0].cell.id if cells else "(none)"
+    known = list(dict.fromkeys(part for item in cells for part in item.cell.id.split("/")))
+    strange = [
+        part.strip("*?")
+        for pattern in patterns
+        for part in pattern.split("/")
+        if not any(fnmatchcase(each, part) for each in known)
+    ]
+    near = next(filter(None, (suggestion(part, known) for part in strange)), "")
+    return f"no cell matches {', '.join(patterns)}{near}  (a cell's id looks like {example})"
 
 
 def _asked_twice(first: PlannedCell, second: PlannedCell) -> PlannedCell:
@@ -222,12 +235,10 @@ def plain_files(cells: Iterable[PlannedCell]) -> dict[str, list[str]]:
 def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[PlannedCell]:
     """Yield every cell of the matrix, group by group; some may occur twice."""
     for _, kind, group in matrix.groups():
-        given = [(entry, matrix.options.get(entry.name, {})) for entry in group.variants]
-        members = [_member(*each, kind, group.device) for each in given]
+        members = [_member(entry, matrix.options.get(entry.name, {}), kind, group.device) for entry in group.variants]
         for item in kind.expand(group, members, data_dir):
             if group.device == "cuda" and not has_cuda:
-                refusal = ("cuda", "no CUDA device here")
-                yield PlannedCell(cell=item.cell, refusal=refusal, isolation=item.isolation, has_count=item.has_count)
+                yield PlannedCell(cell=item.cell, refusal=NO_CUDA, isolation=item.isolation, has_count=item.has_count)
             else:
                 yield item
 

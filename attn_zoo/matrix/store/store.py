@@ -41,7 +41,7 @@ from attn_zoo.folder import (
 )
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.index import Index
-from attn_zoo.matrix.store.lock import hold_lock
+from attn_zoo.matrix.store.lock import hold_lock, wait_for_lock
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import refuse_links, whole_folder, write_whole
 
@@ -318,7 +318,7 @@ class Store:
         except OSError as error:
             raise FolderError(f"{self.folder}: cannot be written: {error.strerror}") from None
         with hold_lock(self.folder, shard):
-            with hold_lock(self.folder, None, name=".lock-info", wait=True):
+            with wait_for_lock(self.folder / ".lock-info"):
                 ran = (1, 1) if is_whole else shard
                 self._enter(matrix, environment, allow_mixed_env, claims or {}, tuple(planned), ran)
             if shard is None:  # nobody else writes, so these were left by a killed run
@@ -385,12 +385,12 @@ class Store:
 
     def note_end(self, stopped: str) -> None:
         """Note in `run.json` why a run ended early; empty where it did not."""
-        with hold_lock(self.folder, None, name=".lock-info", wait=True):
+        with wait_for_lock(self.folder / ".lock-info"):
             self.write_info(replace(self.info(), stopped=stopped))
 
     def add_environment(self, environment: Environment) -> None:
         """Note one more environment: that of another machine of a cluster."""
-        with hold_lock(self.folder, None, name=".lock-info", wait=True):
+        with wait_for_lock(self.folder / ".lock-info"):
             info = self.info(has_plan=False)
             self._enter(info.matrices[-1], environment, allow_mixed_env=True, claims={})
 

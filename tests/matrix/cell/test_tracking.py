@@ -162,3 +162,11 @@ def test_a_tracker_that_is_not_there_is_an_error_before_anything_runs(monkeypatc
     assert (answer.code, "pip install trackio" in answer.err) == (2, True)
     assert list(tmp_path.iterdir()) == []
     assert VARIABLE not in os.environ
+
+
+def test_a_tracker_whose_package_is_broken_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise TypeError('Descriptors cannot be created directly.\\nIf this call ...')")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"wandb cannot be loaded \(Descriptors cannot be created \w+\.\); "):
+        check_tracker("wandb:mine")

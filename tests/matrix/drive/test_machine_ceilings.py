@@ -17,7 +17,7 @@ from attn_zoo.matrix.drive import machine_ceilings as module
 from attn_zoo.matrix.drive import run_plan as runner
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, note_ceilings
 from attn_zoo.matrix.drive.progress import PlainProgress, Progress
-from attn_zoo.matrix.store.lock import hold_lock
+from attn_zoo.matrix.store.lock import wait_for_lock
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Ceilings, Record
 from tests.matrix.conftest import environment, run_cell, tiny_plan, training_plan
@@ -159,9 +159,10 @@ def test_ctrl_c_and_the_limit_end_it(store, monkeypatch):
 def test_who_waits_for_another_shard_says_so_and_hears_that_it_is_to_stop(store, asked):
     said: list[str] = []
     plan = tiny_plan(["fake_ok"])
-    with hold_lock(store.folder, None, name=".lock-ceilings"):
+    with wait_for_lock(store.folder / ".lock-ceilings"):
         note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: len(said) > 0)
     assert said[0] == "another shard measures the ceilings of its machine; waiting for it ..."
+    assert f"in use by another run: process {os.getpid()} since " in said[1]
     assert said[1].endswith("nothing new is measured")
     assert asked == []
     note_ceilings(plan.cells, store, MACHINE.digest, said.append, lambda: False)
@@ -181,7 +182,7 @@ def test_a_driver_that_waits_to_note_those_of_a_node_hears_ctrl_c(store, monkeyp
     session = runner.Session(store, progress, None, [], [], 1, {})
     asked_to_stop = iter([False, True])
     monkeypatch.setattr(session, "is_over", lambda: next(asked_to_stop))
-    with hold_lock(store.folder, None, name=".lock-ceilings"):
+    with wait_for_lock(store.folder / ".lock-ceilings"):
         session.measured([ceiling()])
     assert said[0].endswith("nothing new is noted")
     assert store.ceilings() == ()

@@ -126,6 +126,8 @@ def test_what_ran_with_data_that_are_not_here_is_neither_stale_nor_refused(tmp_p
     assert (summary.counts, summary.new, summary.exit_code) == (counts, 1, 1)
     assert engine.lanes == []
     assert "cells that wait for data that are not here: 2; say where they are (--data-dir" in stream.getvalue()
+    summary = run(plan, store, engine=engine, time_limit_min=0)
+    assert (len(summary.left), summary.stopped) == (1, None), "it is not the limit that left it"
     assert {cell.key for cell in store.info().planned or ()} == {cell.key for cell in cells}
 
 

@@ -61,6 +61,14 @@ def test_ids_tell_precision_and_pretraining_apart():
     assert [item.cell.id for item in plan.cells] == [f"{place}/pretrain-none/seed0", f"{place}/pretrain-masked/seed0"]
 
 
+def test_trials_that_differ_only_in_what_no_pretraining_reads_are_one():
+    grid = {"pretrain": ["", "masked", "causal"], "pretrain_steps": [2, 3], "pretrain_mask_prob": [0.1, 0.2]}
+    plan = training_plan(["fake_train_ok"], overrides=TINY_TRAINING, grid=grid)
+    tried = [[item.cell.overrides[name] for name in grid] for item in plan.cells]
+    masked = [["masked", steps, prob] for steps in (2, 3) for prob in (0.1, 0.2)]
+    assert tried == [["", 2, 0.1], *masked, ["causal", 2, 0.1], ["causal", 3, 0.1]]
+
+
 def test_tasks_and_levels_may_be_lists_and_weights_may_be_kept():
     plan = training_plan(["fake_train_ok"], task=["fake_task", "fake_other_task"], level=["short", "recall"])
     found = [(item.cell.task, item.cell.level) for item in plan.cells]

@@ -169,10 +169,25 @@ def test_only_keeps_matching_cells():
     assert {item.cell.id for item in make_plan(matrix, only=["fake_*L16/*"]).cells} == {
         "fake_ok/scaling/fwd/L16/fp32/D8/seed0"
     }
-    with pytest.raises(ConfigError, match="no cell matches nothing; a cell's id looks like full/scaling/"):
+    with pytest.raises(ConfigError, match=r"no cell matches nothing  \(a cell's id looks like full/scaling/"):
         make_plan(matrix, only=["nothing"])
     with pytest.raises(ConfigError, match=r"expected I/N with 1 <= I <= N; got 3/2"):
         make_plan(matrix, shard=(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("ful/*", "full"),
+        ("FULL/*", "full"),
+        ("*/scalling/*", "scaling"),
+        ("*/fp23/*", "fp32"),
+        ("fake_okk*", "fake_ok"),
+    ],
+)
+def test_where_only_keeps_nothing_the_nearest_part_of_an_id_is_named(pattern, meant):
+    with pytest.raises(ConfigError, match=f"; did you mean '{meant}'\\?  \\(a cell's id looks like full/scaling/"):
+        make_plan(make_matrix(["full", "fake_ok"]), only=["fp32", pattern])
 
 
 def test_the_digest_is_in_the_cell():

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TypeVar
 
 from attn_zoo.errors import counted
 from attn_zoo.matrix.drive.supervise import Control, Lane, beside, run_lane
@@ -30,9 +29,6 @@ def crowding(cells: Sequence[PlannedCell], jobs: int, cores: int) -> str:
     return f"{use}: they will slow each other down"
 
 
-_Item = TypeVar("_Item")
-
-
 class _SharedControl(Control):
     """Passes on to the driver's control, one call at a time; `num_jobs` lanes may run at once, and records say so."""
 
@@ -45,10 +41,10 @@ class _SharedControl(Control):
         """End every lane at once, without a record of what is running."""
         self._is_abandoned = True
 
-    def take(self, items: Iterator[_Item]) -> _Item | None:
-        """Return the next item, or None after the last."""
+    def take(self, lanes: Iterator[Lane]) -> Lane | None:
+        """Return the next lane, or None after the last."""
         with self._lock:
-            return next(items, None)
+            return next(lanes, None)
 
     def is_over(self) -> bool:
         with self._lock:

@@ -23,7 +23,7 @@ from typing import Any
 import attn_zoo
 from attn_zoo.discovery.own_files import own_files
 from attn_zoo.discovery.providers import tried_imports
-from attn_zoo.errors import ConfigError, UnsupportedError
+from attn_zoo.errors import ConfigError, UnsupportedError, first_line
 from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
 from attn_zoo.matrix.drive.engines.node_agent import package_digest
@@ -290,13 +290,13 @@ class RayEngine:
             hint = "is it a Ray cluster of the same version, and RAY_AUTH_TOKEN that of the cluster?"
             raise UnsupportedError("ray", f"{self._address} did not answer within {CONNECT_S:g} s: {hint}")
         if (error := outcome[0]) is not None:
-            lines = str(error).strip().splitlines() or [""]
             hint = ""
             if "Authentication" in repr(error.__cause__):
                 hint = (
                     "; it wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if ~/.ray/auth_token is another"
                 )
-            raise UnsupportedError("ray", f"{self._address}: {type(error).__name__}: {lines[0]}{hint}") from None
+            text = f"{self._address}: {type(error).__name__}: {first_line(error)}{hint}"
+            raise UnsupportedError("ray", text) from None
 
 
 def _broken(error: Exception) -> UnsupportedError:
