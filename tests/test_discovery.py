@@ -53,6 +53,9 @@ class Task(AbstractTask):
     pass
 """
 
+HANGS = "import time\nwhile True: time.sleep(60)"
+"""Without taking a core from other tests."""
+
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
@@ -96,7 +99,7 @@ def test_a_bad_package_is_listed_with_its_reason_and_the_others_work(site):
         zoo_plugin_ends="import os; os._exit(3)",
         zoo_plugin_crashes="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
         zoo_plugin_halfway=TASK.format(name="plugin_half") + "\nraise ImportError('something is missing')",
-        zoo_plugin_taken=VARIANT.format(name="full"),
+        zoo_plugin_taken=TASK.format(name="listops"),
         zoo_plugin_asks="import attn_zoo; attn_zoo.list_variants()\n" + VARIANT.format(name="plugin_asks"),
     )
     list(variants)
@@ -107,7 +110,7 @@ def test_a_bad_package_is_listed_with_its_reason_and_the_others_work(site):
         "zoo_plugin_ends": "ended the process at import, with exit code 3",
         "zoo_plugin_crashes": "import killed by signal 11",
         "zoo_plugin_halfway": "ImportError: something is missing",
-        "zoo_plugin_taken": "ConfigError: zoo_plugin_taken: variant 'full' is already registered by attn_zoo; "
+        "zoo_plugin_taken": "ConfigError: zoo_plugin_taken: task 'listops' is already registered by attn_zoo; "
         "choose another name",
     }
     assert {"full", "plugin_good", "plugin_asks"} <= set(variants)
@@ -129,7 +132,7 @@ def test_folders_of_a_room_hold_what_its_modules_share_and_are_not_imported(tmp_
 
 
 def test_a_package_that_hangs_is_given_up(site):
-    site(zoo_plugin_hangs="while True: pass")
+    site(zoo_plugin_hangs=HANGS)
     (failure,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=1)
     assert failure.provider == "zoo_plugin_hangs (zoo_plugin_hangs)"
     assert failure.reason == "did not finish importing within 1 s"
@@ -173,7 +176,7 @@ def test_what_a_failing_entry_point_had_imported_is_found_by_the_next(site, tmp_
 
 def test_a_package_that_hangs_does_so_once_for_all_processes(site, monkeypatch):
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    site(zoo_plugin_hangs=f"{child}\nwhile True: pass", zoo_plugin_good=TASK.format(name="plugin_good"))
+    site(zoo_plugin_hangs=f"{child}\n{HANGS}", zoo_plugin_good=TASK.format(name="plugin_good"))
     (first,) = discover("attn_zoo.variants", all_or_nothing, timeout_s=4)
     for name, value in tried_imports().items():
         monkeypatch.setenv(name, value)
@@ -187,9 +190,9 @@ def test_a_package_that_hangs_does_so_once_for_all_processes(site, monkeypatch):
 
 
 def test_what_a_package_prints_is_not_what_was_asked_for(site, tmp_path, capsys):
-    site(zoo_plugin_prints="print('{')\n" + VARIANT.format(name="plugin_good"))
+    site(zoo_plugin_prints="print('{')\n" + TASK.format(name="plugin_good"))
     assert discover("attn_zoo.variants", all_or_nothing) == []
-    (tmp_path / "mine.py").write_text("print('[')\n" + VARIANT.format(name="from_file"))
+    (tmp_path / "mine.py").write_text("print('[')\n" + TASK.format(name="from_file"))
     load_file(tmp_path / "mine.py")
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "{\n[\n")
@@ -217,8 +220,8 @@ def test_a_child_searches_the_current_folder_only_where_we_do(tmp_path, monkeypa
 def test_a_file_registers_its_variant_once(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(VARIANT.format(name="from_file"))
-    load_file(path)
-    load_file(str(path))
+    load_file(path, None)
+    load_file(str(path), None)
     assert variants["from_file"].provider == "mine.py"
     assert variants["from_file"].source == str(path)
 
@@ -276,7 +279,7 @@ def test_a_bad_file_is_one_clear_error_and_can_be_mended(tmp_path, source, reaso
 
 def test_a_file_that_hangs_is_given_up(tmp_path):
     path = tmp_path / "slow.py"
-    path.write_text("while True: pass")
+    path.write_text(HANGS)
     with pytest.raises(ConfigError, match="did not finish importing within 1 s"):
         load_file(path, timeout_s=1)
 

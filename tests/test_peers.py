@@ -13,70 +13,80 @@ import pytest
 
 PEERS = sorted((Path(__file__).parents[1] / "benchmarks" / "peers").glob("*.py"))
 
-# In a process of its own: a registered name would stay for all other tests.
+DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN = 64 * 11, 64 * 12, 1024
+PACKAGES = {"linformer_package": "linformer", "huggingface_bigbird": "transformers"}
+ASKED: list[tuple[str, int, dict[str, Any]]] = [
+    ("plain_sdpa", 64, {}),
+    ("torch_multihead", 64, {}),
+    ("linformer_package", 64, {"proj_len": 16}),
+    *(("huggingface_bigbird", length, {}) for length in (DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN)),
+]
+
+# In a process of its own: a registered name would stay for all other tests. In one, as most of it is its start.
 PROGRAM = """
 import json, sys
 import torch
 from attn_zoo import BuildContext, UnsupportedError, build_attention, build_mixer, load_file
 from attn_zoo.registry import variants
 
-path, seq_len, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-load_file(path, None)
-name = path.rpartition("/")[2].removesuffix(".py")
-build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=seq_len)
-torch.manual_seed(0)
-answer = {"name": name}
-
 
 def off(one, other):
     return float((one - other).abs().max())
 
 
-try:
-    if variants[name].attention is None:
-        module, inputs = build_mixer(name, build, **options), [torch.randn(2, seq_len, 32)]
-    else:
-        module, inputs = build_attention(name, build, **options), [torch.randn(2, 2, seq_len, 16) for _ in range(3)]
-    outputs = []
-    for mode in ("evaluation", "training"):
-        module.train(mode == "training")
-        with torch.no_grad():
-            output = module(*inputs)
-            outputs.append(output)
-            found = answer[mode] = {"reference": off(output, module.reference(*inputs))}
-            if name == "huggingface_bigbird":
-                lean = build_attention(name, build, stores_probs=False, draws_each_call=False).train(module.training)
-                lean(*inputs)
-                found["lean"] = off(output, lean(*inputs))
-                probs, counts = module._run(*inputs)[1], module.counts(seq_len)
-                per_pair = counts.repeat_interleave(64, 1).repeat_interleave(64, 2)
-                found["probs"] = off(output, probs @ inputs[2])
-                found["one copy"] = off(probs, module.weights(*inputs[:2]) / per_pair.clamp(min=1))
-                found["copies"] = int(counts.max())
-    answer["modes"] = off(*outputs)
-except UnsupportedError as error:
-    answer["refused"] = error.reason
-print(json.dumps(answer))
-"""
-
-
-def ask(name: str, seq_len: int, **options: Any) -> dict[str, Any]:
-    [path] = [path for path in PEERS if path.stem == name]
-    command = [sys.executable, "-c", PROGRAM, str(path), str(seq_len), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def answer_of(path, seq_len, options):
+    load_file(path, None)
+    name = path.rpartition("/")[2].removesuffix(".py")
+    build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=seq_len)
+    torch.manual_seed(0)
+    answer, outputs = {}, []
+    try:
+        if variants[name].attention is None:
+            module, inputs = build_mixer(name, build, **options), [torch.randn(2, seq_len, 32)]
+        else:
+            module = build_attention(name, build, **options)
+            inputs = [torch.randn(2, 2, seq_len, 16) for _ in range(3)]
+        for mode in ("evaluation", "training"):
+            module.train(mode == "training")
+            with torch.no_grad():
+                output = module(*inputs)
+                outputs.append(output)
+                found = answer[mode] = {"reference": off(output, module.reference(*inputs))}
+                if name == "huggingface_bigbird":
+                    lean = build_attention(name, build, stores_probs=False, draws_each_call=False)
+                    lean.train(module.training)
+                    lean(*inputs)
+                    found["lean"] = off(output, lean(*inputs))
+                    probs, counts = module._run(*inputs)[1], module.counts(seq_len)
+                    per_pair = counts.repeat_interleave(64, 1).repeat_interleave(64, 2)
+                    found["probs"] = off(output, probs @ inputs[2])
+                    found["one copy"] = off(probs, module.weights(*inputs[:2]) / per_pair.clamp(min=1))
+                    found["copies"] = int(counts.max())
+        answer["modes"] = off(*outputs)
+    except UnsupportedError as error:
+        answer["refused"] = error.reason
     return answer
 
 
-PACKAGES = {"linformer_package": "linformer", "huggingface_bigbird": "transformers"}
+print(json.dumps([answer_of(*each) for each in json.loads(sys.argv[1])]))
+"""
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_peer_whose_package_is_absent_says_how_to_get_it(name):
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, int], dict[str, Any]]:
+    paths = {path.stem: str(path) for path in PEERS}
+    asked = json.dumps([(paths[name], length, options) for name, length, options in ASKED])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {(name, length): answer for (name, length, _), answer in zip(ASKED, found, strict=True)}
+
+
+@pytest.mark.parametrize(("name", "length"), [("linformer_package", 64), ("huggingface_bigbird", DENSE_LEN)])
+def test_a_peer_whose_package_is_absent_says_how_to_get_it(answers, name, length):
     if importlib.util.find_spec(PACKAGES[name]) is not None:
         pytest.skip(f"{PACKAGES[name]} is installed")
-    assert "attn-zoo[peers]" in str(ask(name, 64)["refused"])
+    assert "attn-zoo[peers]" in str(answers[name, length]["refused"])
 
 
 def test_every_peer_registers_one_variant_named_after_its_file():
@@ -85,15 +95,12 @@ def test_every_peer_registers_one_variant_named_after_its_file():
     assert {path.stem for path in PEERS} >= set(PACKAGES)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("plain_sdpa", {}), ("torch_multihead", {}), ("linformer_package", {"proj_len": 16})]
-)
-def test_a_peer_computes_its_equation(name, options):
+@pytest.mark.parametrize("name", ["plain_sdpa", "torch_multihead", "linformer_package"])
+def test_a_peer_computes_its_equation(answers, name):
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name])
-    answer = ask(name, 64, **options)
-    assert answer["evaluation"]["reference"] < 1e-5
-    assert answer["training"]["reference"] < 1e-5
+    assert answers[name, 64]["evaluation"]["reference"] < 1e-5
+    assert answers[name, 64]["training"]["reference"] < 1e-5
 
 
 FLEX_PROGRAM = """
@@ -198,13 +205,10 @@ def test_the_transformer_encoder_is_the_model_that_we_train():
     assert "expected learned, layer_norm, pre, mean and one dropout; got sinusoidal" in answer["refused"]
 
 
-DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN = 64 * 11, 64 * 12, 1024
-
-
-@pytest.fixture(scope="module")
-def bigbird() -> dict[int, dict[str, Any]]:
+@pytest.fixture
+def bigbird(answers) -> dict[int, dict[str, Any]]:
     pytest.importorskip("transformers")
-    return {length: ask("huggingface_bigbird", length) for length in (DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN)}
+    return {length: answers["huggingface_bigbird", length] for length in (DENSE_LEN, SPARSE_LEN, OLD_PLAN_LEN)}
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "training"])

@@ -53,6 +53,7 @@ def test_every_variant_has_a_page(site, name):
     assert 'class="equation"' in (site / "variants" / f"{name}.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # to build the site, which two workers would do twice
 def test_measurements_stand_on_the_pages_and_lead_to_records(site):
     page = site / "variants" / "linformer.html"
     records = re.findall(r'href="(\.\./results/[^"]+/cells/[0-9a-f]+\.json)"', page.read_text(encoding="utf-8"))

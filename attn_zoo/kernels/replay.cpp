@@ -222,7 +222,9 @@ struct Hash {
   }
 };
 std::unordered_map<Key, Call*, Hash> known;
-std::deque<Call> calls;  // an autograd graph may hold one at any time, so none is ever freed; replay.py keeps them few
+// An autograd graph may hold one at any time, a backward in another thread at exit too: none is ever freed; replay.py
+// keeps them few.
+auto& calls = *new std::deque<Call>;
 const PyObject* watchers = nullptr;  // Triton's list of what is called before a launch
 thread_local size_t last_call = 0;  // that was replayed
 

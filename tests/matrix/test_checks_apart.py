@@ -23,7 +23,7 @@ def misbehaving(tmp_path, capfd):
         path = tmp_path / "misbehaves.py"
         text = VARIANT.format(name="misbehaves").replace("return value", f"{statement}\n        return value")
         path.write_text("import os, signal\nprint('loaded')\n" + text)
-        attn_zoo.load_file(path)
+        attn_zoo.load_file(path, None)  # it misbehaves in calls only
         assert "loaded" in "".join(capfd.readouterr())
         return "misbehaves"
 

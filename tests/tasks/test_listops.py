@@ -134,19 +134,34 @@ def test_digest_follows_level_and_version(monkeypatch, with_level):
     assert all(len(digest) == 16 for digest in digests)
 
 
-def test_floors_are_what_simple_rules_score():
+@pytest.fixture(scope="module")
+def short() -> tuple[ListOps, dict[str, float], dict[str, float]]:
+    """A level with its floors and references, which take seconds."""
     task = ListOps("short")
+    return task, task.floors(), task.references()
+
+
+def test_floors_are_what_simple_rules_score(short):
+    task, floors, references = short
     train, test = task.split("train"), task.split("test")
     answers = {}
     for root in OPERATORS.values():
         answers[root] = torch.bincount(train.labels[train.tokens[:, 0] == root].long()).argmax()
     right = [answers[int(row[0])] == label for row, label in zip(test.tokens, test.labels, strict=True)]
-    floors = task.floors()
     assert floors["root_operator"] == pytest.approx(np.mean([bool(x) for x in right]))
     majority = torch.bincount(train.labels.long()).argmax()
     assert floors["majority"] == pytest.approx((test.labels == majority).float().mean().item())
     assert 0.1 < floors["majority"] < floors["root_operator"] < floors["symbol_histogram"] < 0.38
-    assert 0.40 < floors["bag_and_ends"] < task.references()["reads_depth_1"]
+    assert 0.40 < floors["bag_and_ends"] < references["reads_depth_1"]
+
+
+def test_rungs_rise_and_the_first_is_the_root_operator(short):
+    task, floors, references = short
+    rungs = task.ladder(2)
+    assert rungs[0].accuracy == pytest.approx(floors["root_operator"], abs=0.01)  # fitted on 25 000 of 40 000
+    assert rungs[0].certain_frac == 0.0
+    assert [rung.accuracy for rung in rungs] == sorted(rung.accuracy for rung in rungs)
+    assert references == {"reads_depth_1": rungs[1].accuracy, "reads_depth_2": rungs[2].accuracy}, "3 reads it all"
 
 
 @pytest.mark.parametrize("has_unknown_root", [False, True])

@@ -81,10 +81,11 @@ PLUG_INS = {
     "zoo_plugin_ends": "import os; os._exit(3)",
 }
 HANGS = """
+import time
 with open({notes!r}, "a") as file:
     file.write("imported ")
 while True:
-    pass
+    time.sleep(60)
 """
 
 
