@@ -57,6 +57,8 @@ def imported_names(path: Path, *, is_at_once: bool = False) -> frozenset[tuple[i
 def modules_at(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
     """Yield the files that importing `a.b.c` below a folder runs: packages on the way, then the module."""
     for part in parts:
+        if not folder.is_dir():  # the rest is a name within a module
+            return
         files = [folder / part / "__init__.py", *(folder / f"{part}{suffix}" for suffix in SUFFIXES)]
         yield from [path for path in files if path.is_file()][:1]
         folder = folder / part

@@ -44,18 +44,24 @@ def _own_package(source: Path, is_plain: bool) -> tuple[str, Path]:
 
 
 @cache
-def _modules_for_gpus(root: Path) -> frozenset[Path]:
-    """Return the modules of this package that cannot be imported without Triton."""
-    paths = [path for room in CALL_ROOMS for path in (root / room).rglob("*.py")]
-    imported = {path: {name for level, name in imported_names(path, is_at_once=True) if level == 0} for path in paths}
-    found = {path for path, names in imported.items() if any(name.partition(".")[0] == "triton" for name in names)}
-    own = {
-        path: {file for name in names for file in modules_at(root.parent, name.split("."))}
-        for path, names in imported.items()
-    }
-    while more := {path for path in own.keys() - found if own[path] & found}:
-        found |= more
-    return frozenset(found)
+def _imported_at_once(path: Path, root: Path) -> tuple[bool, frozenset[Path]]:
+    """Return whether a module of this package imports Triton when it is imported, and which modules of the rooms."""
+    absolute = [name.split(".") for level, name in imported_names(path, is_at_once=True) if level == 0]
+    own = [parts[1:] for parts in absolute if parts[0] == _PACKAGE and parts[1:] and parts[1] in CALL_ROOMS]
+    modules = frozenset(file for parts in own for file in modules_at(root, parts))
+    return any(parts[0] == "triton" for parts in absolute), modules
+
+
+def _is_for_gpus(path: Path, root: Path) -> bool:
+    """Tell whether a module of this package cannot be imported without Triton."""
+    seen, waiting = {path}, [path]
+    while waiting:
+        needs_triton, modules = _imported_at_once(waiting.pop(), root)
+        if needs_triton:
+            return True
+        waiting += modules - seen
+        seen |= modules
+    return False
 
 
 def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: bool = False) -> dict[str, Path]:
@@ -76,7 +82,6 @@ def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: b
         elif own_name == parts[0]:
             yield from modules_at(own_folder, parts)
 
-    left_out = _modules_for_gpus(root) if device == "cpu" else frozenset()
     # A plug-in need not import what builds and calls it.
     own = own_files(source) if is_plain else {source.name: source}
     files = {*own.values(), *(root / room / "__init__.py" for room in (rooms[0], "attention"))}
@@ -84,7 +89,9 @@ def source_files(source: Path, rooms: Sequence[str], device: str, *, is_plain: b
     while waiting:
         path = waiting.pop()
         for level, name in imported_names(path):
-            new = set(resolve(path, level, name)) - files - left_out
+            new = set(resolve(path, level, name)) - files
+            if device == "cpu":
+                new = {file for file in new if not (file.is_relative_to(root) and _is_for_gpus(file, root))}
             files |= new
             waiting += new
     files |= {path.with_suffix(".cpp") for path in files if path.with_suffix(".cpp").is_file()}  # which it compiles

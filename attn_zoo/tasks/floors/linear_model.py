@@ -6,13 +6,13 @@ does not beat them has not used the sequence.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize
-from scipy.sparse import csr_array
-from scipy.special import logsumexp
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 Features: TypeAlias = "NDArray[np.floating] | csr_array"
 """One row per example; sparse rows where most features are zero."""
@@ -59,7 +59,7 @@ def linear_floor(
             raise ValueError(
                 f"linear_floor: expected features [N, F] and labels [N]; got {features.shape}, {labels.shape}"
             )
-        if not np.isfinite(features.data if isinstance(features, csr_array) else features).all():
+        if not np.isfinite(features if isinstance(features, np.ndarray) else features.data).all():
             raise ValueError("linear_floor: a feature is not finite")
     train, test = _prepared(train_features, test_features)
     weights, biases = _fit(train, train_labels.astype(np.int64), l2)
@@ -69,7 +69,7 @@ def linear_floor(
 
 def _prepared(train: Features, test: Features) -> tuple[Features, Features]:
     """Return dense features standardised, without columns that are constant in train, and sparse ones as they are."""
-    if isinstance(train, csr_array) or isinstance(test, csr_array):
+    if not (isinstance(train, np.ndarray) and isinstance(test, np.ndarray)):
         return train, test
     mean, deviation = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)
     varies = deviation > 1e-12 * np.maximum(1.0, abs(mean))
@@ -79,10 +79,13 @@ def _prepared(train: Features, test: Features) -> tuple[Features, Features]:
 
 def _fit(features: Features, labels: NDArray[np.int64], l2: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return weights `[F, C]` and biases `[C]`."""
+    from scipy.optimize import minimize  # half a second that no worker needs
+    from scipy.special import logsumexp
+
     num_rows, num_features = features.shape
     num_classes = int(labels.max()) + 1
     rows = np.arange(num_rows)
-    transposed = features.T.tocsr() if isinstance(features, csr_array) else features.T
+    transposed = features.T if isinstance(features, np.ndarray) else features.T.tocsr()
 
     def loss(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         weights = flat.reshape(num_features + 1, num_classes)

@@ -6,17 +6,20 @@ import math
 import re
 from array import array
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from attn_zoo.tasks.abstract_task import Split
 from attn_zoo.tasks.byte_text import VOCAB_SIZE
 from attn_zoo.tasks.floors.linear_model import byte_histogram, linear_floor
 from attn_zoo.tasks.floors.lookup_rules import majority_floor
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _WORD = re.compile(rb"[a-z]{2,}")
 _NAME = re.compile(rb"(?<=[a-z,] )[A-Z][a-z]{2,}")  # a capital that no sentence's beginning explains
@@ -70,6 +73,8 @@ def _weighted(splits: list[list[Counter[bytes]]], rarity: dict[bytes, float]) ->
 
 
 def _rows(texts: list[Counter[bytes]], known: dict[bytes, int], rarities: NDArray[np.float64]) -> csr_array:
+    from scipy.sparse import csr_array  # a quarter of a second that no worker needs
+
     indices, counts, ends = array("q"), array("q"), [0]
     for words in texts:
         pairs = [(known[word], count) for word, count in words.items() if word in known]
