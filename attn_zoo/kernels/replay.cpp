@@ -16,6 +16,7 @@
 #include <array>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -183,7 +184,6 @@ struct Backward {
 };
 
 struct Call {
-  size_t number;
   std::vector<size_t> given;  // slots of the tensors given
   size_t num_slots;
   Slots constants;
@@ -213,6 +213,10 @@ struct Call {
   }
 };
 
+// What autograd and replay.py know a call by: where it lies.
+int64_t number_of(const Call& call) { return reinterpret_cast<int64_t>(&call); }
+Call& call_of(int64_t number) { return *reinterpret_cast<Call*>(number); }
+
 // --- calls by token and layout ---
 
 using Key = std::vector<int64_t>;
@@ -221,12 +225,11 @@ struct Hash {
     return std::hash<std::string_view>{}({reinterpret_cast<const char*>(key.data()), key.size() * sizeof(int64_t)});
   }
 };
-std::unordered_map<Key, Call*, Hash> known;
 // An autograd graph may hold one at any time, a backward in another thread at exit too: none is ever freed; replay.py
 // keeps them few.
-auto& calls = *new std::deque<Call>;
+std::unordered_map<Key, Call*, Hash> known;
 const PyObject* watchers = nullptr;  // Triton's list of what is called before a launch
-thread_local size_t last_call = 0;  // that was replayed
+thread_local int64_t last_call = 0;  // that was replayed
 
 // Write the key of a call and its tensors, without those that are None. Return false where a tensor is not plain.
 bool write_key(Key& key, int64_t token, PyObject* const* given, size_t count, Tensors& tensors) {
@@ -297,7 +300,7 @@ variable_list run_in_python(const Call& call, const variable_list& saved, const 
   try {
     py::list tensors;
     for (const auto& x : saved) tensors.append(as_python(x));
-    const auto found = (*differentiate)(call.number, tensors, as_python(grad)).cast<py::tuple>();
+    const auto found = (*differentiate)(number_of(call), tensors, as_python(grad)).cast<py::tuple>();
     variable_list results;
     for (const size_t slot : call.given) results.push_back(as_tensor(py::object(found[slot])));
     return results;
@@ -310,20 +313,20 @@ variable_list run_in_python(const Call& call, const variable_list& saved, const 
 }
 
 struct Replay : torch::autograd::Function<Replay> {
-  static Tensor forward(AutogradContext* context, at::TensorList given, int64_t address) {
-    const Call& call = *reinterpret_cast<const Call*>(address);
+  static Tensor forward(AutogradContext* context, at::TensorList given, int64_t number) {
+    const Call& call = call_of(number);
     const Tensors slots = call.run(given);
     variable_list saved;
     for (const int64_t slot : call.saved)
       if (slot != kNothing) saved.push_back(slots[slot]);
     context->save_for_backward(std::move(saved));
-    context->saved_data["call"] = address;
+    context->saved_data["call"] = number;
     context->set_materialize_grads(false);
     return slots[call.output];
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    Call& call = *reinterpret_cast<Call*>(context->saved_data["call"].toInt());
+    Call& call = call_of(context->saved_data["call"].toInt());
     const variable_list kept = context->get_saved_variables();
     variable_list results;
     const bool is_final = at::GradMode::is_enabled();
@@ -342,7 +345,7 @@ struct Replay : torch::autograd::Function<Replay> {
       results = known ? run(*known, saved, grad) : run_in_python(call, saved, grad);
     }
     if (is_final) make_final(results, kept, grads);
-    results.emplace_back();  // of the call's address
+    results.emplace_back();  // of the call's number
     return results;
   }
 
@@ -371,14 +374,13 @@ PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!write_key(key, PyLong_AsLongLong(given[0]), given + 1, count - 1, tensors)) Py_RETURN_NONE;
   const auto found = known.find(key);
   if (found == known.end()) Py_RETURN_NONE;
-  Call* const one = found->second;
-  last_call = one->number;
+  last_call = number_of(*found->second);
   Tensor output;
   {
     // As torch's own functions do: a launch may wait for room in the device's queue, while the device waits for what
     // another thread is to launch; and cuDNN plans for a tenth of a second.
     const py::gil_scoped_release released;
-    output = Replay::apply(at::TensorList(tensors), reinterpret_cast<int64_t>(one));
+    output = Replay::apply(at::TensorList(tensors), last_call);
   }
   return THPVariable_Wrap(std::move(output));
   END_HANDLE_TH_ERRORS
@@ -462,8 +464,8 @@ bool learn(int64_t token, const py::tuple& given, size_t num_slots, const py::li
   Tensors tensors;
   Key key = key_of(token, given, tensors);
   TORCH_CHECK(!key.empty(), "expected plain tensors");
-  Call& made = calls.emplace_back();
-  made.number = calls.size() - 1;
+  auto owner = std::make_unique<Call>();
+  Call& made = *owner;
   for (size_t i = 0; i < given.size(); ++i)
     if (!given[i].is_none()) made.given.push_back(i);
   made.num_slots = num_slots;
@@ -478,16 +480,16 @@ bool learn(int64_t token, const py::tuple& given, size_t num_slots, const py::li
   const Tensors slots = made.run(tensors, true);
   py::list found;
   for (const int64_t slot : saved_slots) found.append(slot == kNothing ? py::none() : as_python(slots[slot]));
-  if (!is_right(made.number, as_python(slots[output_slot]), found).cast<bool>()) return false;
-  known[std::move(key)] = &made;
+  if (!is_right(number_of(made), as_python(slots[output_slot]), found).cast<bool>()) return false;
+  known[std::move(key)] = owner.release();
   return true;
 }
 
 // Learn a backward pass, unless its gradients are not right.
-bool learn_backward(size_t number, const py::list& saved, const py::object& grad, size_t num_slots,
+bool learn_backward(int64_t number, const py::list& saved, const py::object& grad, size_t num_slots,
                     const py::list& constants, const py::list& steps, const std::vector<int64_t>& results,
                     const py::function& are_right) {
-  Call& call = calls[number];
+  Call& call = call_of(number);
   std::vector<int64_t> wanted;
   for (const size_t slot : call.given) wanted.push_back(results[slot]);
   Backward made{layout_of(grad), num_slots, slots_of(constants), program_of(steps), std::move(wanted)};

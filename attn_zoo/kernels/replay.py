@@ -488,7 +488,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name, schema, known = func.overloadpacket.__name__, func._schema, self._recording
         if name in _ALLOCATIONS:
-            known.steps.append(("allocate", known.add(result), result))
+            if not result.is_meta:  # which is no memory, and asked for its strides
+                known.steps.append(("allocate", known.add(result), result))
         elif name in _OPERATORS:
             self._called(schema, args, kwargs or {}, result)
         elif not (schema.returns and all(each.alias_info and not each.alias_info.is_write for each in schema.returns)):

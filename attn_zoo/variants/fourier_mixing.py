@@ -28,22 +28,34 @@ def fourier_mixing_flops(shape: Shape) -> int:
     return round(2.5 * shape.batch_size * size * math.log2(size))
 
 
-class _RealFourier(torch.autograd.Function):
-    """Y = Re(F_seq(F_hidden(X))) of `[B, L, E]`, in both directions by the transform of real numbers.
+def _transform(hidden: Tensor) -> Tensor:
+    """Return Y = Re(F_seq(F_hidden(X))) of `[B, L, E]`, whose gradient is the same transform."""
+    if torch._C._are_functorch_transforms_active():  # no autograd.Function without `setup_context`, which takes longer
+        return _real_fourier(hidden)
+    mixed: Tensor = _RealFourier.apply(hidden)
+    return mixed
 
-    Autograd's own backward of that transform is a complex one, which costs twice as much.
+
+def _real_fourier(hidden: Tensor) -> Tensor:
+    length, width = hidden.shape[-2:]
+    if hidden.shape[0] == 0:  # the library transforms no empty batch
+        return hidden.clone()
+    half = torch.fft.rfft2(hidden).real  # [B, L, E // 2 + 1]
+    # The other features are the conjugates of these at negative frequencies: (-n mod L, -k mod E).
+    mirrored = half[..., 1 : (width + 1) // 2].flip(-1)
+    mirrored = torch.cat([mirrored[:, :1], mirrored[:, 1:].flip(1)], dim=1) if length > 1 else mirrored
+    return torch.cat([half, mirrored], dim=-1)
+
+
+class _RealFourier(torch.autograd.Function):
+    """The transform in both directions by that of real numbers.
+
+    Autograd's own backward of that is a complex one, which costs twice as much.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:  # noqa: ARG004
-        length, width = hidden.shape[-2:]
-        if hidden.shape[0] == 0:  # the library transforms no empty batch
-            return hidden.clone()
-        half = torch.fft.rfft2(hidden).real  # [B, L, E // 2 + 1]
-        # The other features are the conjugates of these at negative frequencies: (-n mod L, -k mod E).
-        mirrored = half[..., 1 : (width + 1) // 2].flip(-1)
-        mirrored = torch.cat([mirrored[:, :1], mirrored[:, 1:].flip(1)], dim=1) if length > 1 else mirrored
-        return torch.cat([half, mirrored], dim=-1)
+        return _real_fourier(hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
@@ -111,7 +123,7 @@ class FourierMixing(AbstractMixer):
         del context  # the contract refuses one
         note_path("fourier.rfft")
         tokens = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        mixed: Tensor = _RealFourier.apply(blank_padding(tokens, key_padding_mask))
+        mixed = _transform(blank_padding(tokens, key_padding_mask))
         return mixed.to(hidden.dtype)
 
     def reference(

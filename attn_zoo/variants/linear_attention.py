@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, elu
+from torch.nn.functional import dropout
 
 from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.masks import blank_padding, keep_mask
 from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels import feature_sums
+from attn_zoo.kernels.activations import elu
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu, softplus
+from torch.nn.functional import rms_norm, silu
 
 from attn_zoo.attention import AbstractMixer, BuildContext
 from attn_zoo.attention.masks import blank_padding
+from attn_zoo.kernels.activations import softplus
 from attn_zoo.kernels.chunked_recurrence import (
     chunk_sizes,
     decay_in_chunk,

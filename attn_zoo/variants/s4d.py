@@ -165,6 +165,21 @@ def gather(tokens: Tensor, tables: Tables) -> Tensor:
     return (of_blocks * tables.blocks[:, None]).sum(2).transpose(0, 1)
 
 
+def _to_waves(rows: Tensor, size: int) -> Tensor:
+    if rows.shape[0] == 0:  # the library transforms no empty batch
+        zeros = rows.new_zeros(*rows.shape[:-1], size // 2 + 1)
+        return torch.complex(zeros, zeros)
+    waves: Tensor = torch.fft.rfft(rows, size, norm="ortho")
+    return waves
+
+
+def _from_waves(waves: Tensor, size: int, length: int) -> Tensor:
+    if waves.shape[0] == 0:
+        return waves.real.new_zeros(*waves.shape[:-1], length)
+    rows: Tensor = torch.fft.irfft(waves, size, norm="ortho")
+    return rows[..., :length]
+
+
 class _ToWaves(torch.autograd.Function):
     """The Fourier transform of real rows `[..., L]`, filled up to n numbers, with length kept: `[..., n / 2 + 1]`.
 
@@ -176,11 +191,7 @@ class _ToWaves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, size: int) -> Tensor:
         ctx.length, ctx.size = rows.shape[-1], size
-        if rows.shape[0] == 0:  # the library transforms no empty batch
-            zeros = rows.new_zeros(*rows.shape[:-1], size // 2 + 1)
-            return torch.complex(zeros, zeros)
-        waves: Tensor = torch.fft.rfft(rows, size, norm="ortho")
-        return waves
+        return _to_waves(rows, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -194,10 +205,7 @@ class _FromWaves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, waves: Tensor, size: int, length: int) -> Tensor:
         ctx.size = size
-        if waves.shape[0] == 0:
-            return waves.real.new_zeros(*waves.shape[:-1], length)
-        rows: Tensor = torch.fft.irfft(waves, size, norm="ortho")
-        return rows[..., :length]
+        return _from_waves(waves, size, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -226,9 +234,11 @@ def convolve(tokens: Tensor, kernels: Tensor) -> Tensor:
     kernel = kernels[0]
     if kernels.shape[0] == 2:  # later positions lie before the first, around the circle
         kernel = torch.cat([pad(kernel, (0, size - 2 * length + 1)), kernels[1, :, : length - 1].flip(-1)], dim=-1)
-    waves = _ToWaves.apply(tokens, size) * _ToWaves.apply(size**0.5 * kernel, size)
-    mixed: Tensor = _FromWaves.apply(waves, size, length)
-    return mixed
+    if torch._C._are_functorch_transforms_active():  # no autograd.Function without `setup_context`, which takes longer
+        to_waves, from_waves = _to_waves, _from_waves
+    else:
+        to_waves, from_waves = _ToWaves.apply, _FromWaves.apply
+    return from_waves(to_waves(tokens, size) * to_waves(size**0.5 * kernel, size), size, length)
 
 
 def remember(tokens: Tensor, decay: Tensor) -> Tensor:

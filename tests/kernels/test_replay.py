@@ -7,6 +7,7 @@ number, reads the addresses that the C++ gave, and has the interpreter compute o
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import struct
@@ -14,10 +15,12 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ from attn_zoo.kernels import replay as replay_module
 from attn_zoo.kernels import trace
 from attn_zoo.kernels.blocks import layout
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
+from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.cached_launch import CachedLaunch, DriverLaunch
 from attn_zoo.kernels.compress.attend import attend_compressed
 from attn_zoo.kernels.replay import prepare, replaying
@@ -400,6 +404,18 @@ def test_interpreted_a_pattern_that_is_made_anew_is_known(driver):
     assert driver.launches == 5
 
 
+def test_interpreted_a_backend_that_was_named_is_not_replayed_where_none_is(driver):
+    """Exact attention serves a layout that hides nothing, unless our kernels are asked for."""
+    query, key, value = leaves("query", "key", "value")
+    whole = make_layout(LENGTH, num_window_blocks=2 * LENGTH - 1)
+    for named, paths in (("triton", ["block_sparse.triton", "replayed"]), ("auto", ["sdpa.flash"])):
+        backend = cast(Backend, named)
+        for _ in range(3):
+            with trace.recording() as found:
+                block_sparse_attention(query, key, value, whole, backend=backend)
+        assert found == paths
+
+
 def test_interpreted_who_watches_backward_alone_sees_python(driver):
     given = leaves("query", "key", "value")
     wanted = learnt(driver, given)
@@ -497,6 +513,25 @@ def test_interpreted_what_is_more_than_launches_is_not_learnt(driver, compute: s
         found = replay_module.learn(token, "kind", [given], forward, lambda saved, grad: (grad,))
     assert (found is not None) is (compute == "launched")
     assert (replay_module.replay(token, given) is not None) is (compute == "launched")
+
+
+def test_interpreted_a_program_that_is_given_up_keeps_no_tables(driver):
+    kernel, token, given, table = CachedLaunch(Copy(), (1,), {}), object(), torch.ones(4), torch.zeros(4)
+    kept = weakref.ref(table)
+
+    def forward(table: Tensor) -> tuple[Tensor, list[Tensor]]:
+        output = torch.empty_like(given)
+        kernel(table, output)
+        return output, []
+
+    driver.is_broken = True
+    for _ in range(2):
+        learnt = partial(forward, table)
+        assert replay_module.learn(token, "kind", [given], learnt, lambda saved, grad: (grad,), [table]) is None
+    assert driver.launches == 1
+    del table, learnt
+    gc.collect()
+    assert kept() is None
 
 
 def test_interpreted_an_operator_keeps_what_it_is_given_by_name(driver):
@@ -619,6 +654,18 @@ def test_interpreted_compressed_keys_are_replayed(driver, wants: str, shares: bo
     driver.launches, tokens[2] = 0, tokens[1]
     call()
     assert driver.launches == 0, "what is both key and value is compressed once"
+
+
+def test_interpreted_a_backward_pass_that_is_the_first_of_its_sizes_is_learnt_at_once(driver):
+    """What it works out of sizes, on the device of no memory, is no part of what is replayed."""
+    query, key, value = (torch.randn(1, 1, 88, 64).half().requires_grad_() for _ in range(3))
+    matrix = nn.Parameter(torch.randn(1, 88, 16).half())
+    for _ in range(3):
+        output = attend_compressed(query, (key, value), (matrix, matrix))
+    for _ in range(2):  # beside Python, and in its place
+        driver.launches = 0
+        output.sum().backward(retain_graph=True)
+        assert driver.launches == 4
 
 
 def test_without_cuda_calls_stay_in_python_and_say_why(monkeypatch):

@@ -146,6 +146,21 @@ def test_one_graph_for_the_compiler():
         torch.testing.assert_close(traced, plain)
 
 
+def test_transforms_of_functions_agree_with_autograd():
+    mixer, entries = make(7), torch.stack([draw(2, 7), draw(2, 7).cos()])
+
+    def loss(hidden: Tensor) -> Tensor:
+        output: Tensor = mixer(hidden)
+        return output.sin().sum()
+
+    of_all = torch.func.vmap(torch.func.grad(loss))(entries)
+    change = torch.func.jvp(loss, (entries[0],), (entries[0],))[1]
+    for entry, found in zip(entries, of_all, strict=True):
+        leaf = entry.clone().requires_grad_()
+        torch.testing.assert_close(found, *torch.autograd.grad(loss(leaf), leaf))
+    torch.testing.assert_close(change, (of_all[0] * entries[0]).sum())
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_it_trains_on_sequences_of_many_lengths(pooling: str):
     with toy_task():

@@ -401,6 +401,22 @@ def test_one_graph_for_the_compiler_with_gradients():
         torch.testing.assert_close(traced, plain)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_transforms_of_functions_agree_with_autograd(is_causal: bool):
+    mixer, entries = make(is_causal), torch.stack([draw(13), draw(13, seed=1)])
+
+    def loss(hidden: Tensor) -> Tensor:
+        output: Tensor = mixer(hidden)
+        return output.sin().sum()
+
+    of_all = torch.func.vmap(torch.func.grad(loss))(entries)
+    change = torch.func.jvp(loss, (entries[0],), (entries[0],))[1]
+    for entry, found in zip(entries, of_all, strict=True):
+        leaf = entry.clone().requires_grad_()
+        torch.testing.assert_close(found, *torch.autograd.grad(loss(leaf), leaf))
+    torch.testing.assert_close(change, (of_all[0] * entries[0]).sum())
+
+
 @torch.no_grad()
 def test_one_graph_for_the_compiler_whatever_the_length():
     mixer = make(False)

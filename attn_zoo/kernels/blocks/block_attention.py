@@ -314,7 +314,7 @@ def _attend(
     if isinstance(pattern, PatternLayout):
         is_plain = slopes is None and not dropout_p and not has_lse
         if is_plain and backend in ("auto", "triton") and (replays := replays_on(query.device.type)):
-            token = remembered(_tokens, pattern, object)
+            token = remembered(_tokens, (pattern, backend), object)
             if (known := replays.replay(token, query, key, value, padding)) is not None:
                 return known, None
         pattern = pattern.pattern(str(query.device))
@@ -357,7 +357,7 @@ def _no_bias(*_: object, **__: object) -> Tensor:
 
 
 _paths: dict[Hashable, tuple[Backend, Hashable]] = {}
-_tokens: dict[Hashable, object] = {}  # by layout: its pattern may have been given up, and be made anew
+_tokens: dict[Hashable, object] = {}  # by layout, whose pattern may have been given up and be made anew, and backend
 
 
 def _path_and_kind(
