@@ -7,14 +7,12 @@ import errno
 import gc
 import os
 import shlex
-import signal
 import sys
 import tomllib
 from dataclasses import asdict
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import gettempdir
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,8 +68,6 @@ _UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.E
 def main() -> None:
     """Run the command line; our own errors become one message and an exit code, without a stack trace."""
     atexit.register(gc.freeze)  # looking for garbage in all of torch before the end takes a quarter of a second
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell wants it to be ignored
-        signal.signal(signal.SIGINT, _interrupt)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`: what is said goes nowhere, exit codes stay
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
@@ -109,15 +105,6 @@ def main() -> None:
 def _is_interrupt(error: BaseException | None) -> bool:
     """Tell whether Ctrl-C is what ends the program: Typer makes an exit of it, without a word."""
     return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`; while torch is being loaded, end at once: C++ that imports there drops exceptions."""
-    torch = sys.modules.get("torch")
-    if torch is not None and getattr(torch.__spec__, "_initializing", False):
-        console.tell("interrupted")
-        os._exit(130)
-    signal.default_int_handler(number, frame)
 
 
 def _print_version(is_asked: bool) -> None:

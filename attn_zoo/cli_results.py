@@ -149,7 +149,8 @@ def export(
     from attn_zoo.report.export import export as export_runs
 
     warnings: list[str] = []
-    path = export_runs(folders, fmt or SUFFIXES.get(out.suffix.lower(), "csv"), out, table, warnings.append)
+    end = out.suffix.lower()  # one that is no format's is refused: it may be a typing error
+    path = export_runs(folders, fmt or SUFFIXES.get(end) or end[1:] or "csv", out, table, warnings.append)
     _print_each("warning", warnings)
     console.say(f"wrote {path}")
 

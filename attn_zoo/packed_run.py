@@ -6,6 +6,7 @@ temporary folder, within limits of size and number, and nothing else. `share` pa
 
 from __future__ import annotations
 
+import json
 import lzma
 import re
 import stat
@@ -46,16 +47,18 @@ def share(folder: str | Path, path: str | Path | None = None) -> Path:
 
     Args:
         folder: results folder.
-        path: of the file, replaced if it exists; by default the name of the folder, here.
+        path: of the file, by default the name of the folder, here. One that was packed of the same run is replaced.
 
     Raises:
-        FolderError: no results folder that could be read, or the file cannot be written.
+        FolderError: no results folder that could be read, or the file cannot be written, or is another's.
     """
     folder = Path(folder)
-    read_info(folder, has_plan=False)
+    created = read_info(folder, has_plan=False).created
     path = Path(path) if path is not None else Path(f"{folder.resolve().name}{SUFFIX}")
     if path.suffix != SUFFIX:
         raise FolderError(f"{path}: expected a name that ends in {SUFFIX}")
+    if path.exists() and _created(path) != created:
+        raise FolderError(f"{path}: exists already and is not packed from this run; delete it or choose another name")
     files = [entry for entry in sorted(folder.rglob("*.json")) if entry.is_file() and not entry.is_symlink()]
     names = {entry.relative_to(folder).as_posix(): entry for entry in files}
     with (
@@ -69,6 +72,15 @@ def share(folder: str | Path, path: str | Path | None = None) -> Path:
                 with suppress(FileNotFoundError):  # a repeat of a run that goes on, which became a record meanwhile
                     archive.writestr(info, entry.read_bytes())
     return path
+
+
+def _created(path: Path) -> str | None:
+    """Return when the run began that `share` packed into a file; None where it is no such file."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("run.json") as stream:
+            return str(json.loads(stream.read(MAX_FILE_BYTES))["created"])
+    except (*_DAMAGED, LookupError, TypeError):
+        return None
 
 
 @contextmanager

@@ -238,6 +238,7 @@ class Registry(Generic[_Entry]):
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _providers: dict[str, str] = field(default_factory=dict)
     _plain_files: dict[str, tuple[str, str]] = field(default_factory=dict)  # each with its digest
+    _beside: dict[str, str] = field(default_factory=dict)  # files that plain files import
     _is_discovered: bool = False
     _lock: ClassVar[RLock] = RLock()  # one for all: what one registry discovers may ask another
 
@@ -259,6 +260,7 @@ class Registry(Generic[_Entry]):
     def _forget(self, name: str) -> None:
         del self._entries[name], self._providers[name]
         self._plain_files.pop(name, None)
+        self._beside.pop(name, None)
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -272,7 +274,9 @@ class Registry(Generic[_Entry]):
                     self._forget(name)
             raise
 
-    def add(self, name: str, entry: _Entry, provider: str, plain_file: str = "", digest: str = "") -> None:
+    def add(
+        self, name: str, entry: _Entry, provider: str, plain_file: str = "", digest: str = "", beside: str = ""
+    ) -> None:
         """Register `entry`; a name that is taken is an error that names both providers.
 
         Args:
@@ -281,6 +285,7 @@ class Registry(Generic[_Entry]):
             provider: for messages.
             plain_file: that another process must load first; empty for what discovery finds there too.
             digest: of that file and of what it imports from beside it, as they are now.
+            beside: the file that it imports and that says it, if another; it may be imported anew by another such file.
         """
         is_text = isinstance(name, str)  # users are not type-checked
         if not (is_text and name.replace("_", "a").isalnum() and name == name.lower() and name.isascii()):
@@ -293,6 +298,7 @@ class Registry(Generic[_Entry]):
         is_same = plain_file != "" and plain_file == other
         # Typed anew, or a module of a notebook that was changed and reloaded.
         is_anew = (is_typed(plain_file) and is_typed(other)) or (is_same and digest != before)
+        is_anew = is_anew or (beside not in ("", other) and beside == self._beside.get(name))
         if name in self._entries and not is_anew:
             whose = f"another class of {provider}" if is_same else other or self._providers[name]
             how = _who_imports(plain_file, other) or "choose another name"
@@ -300,7 +306,7 @@ class Registry(Generic[_Entry]):
         self._entries[name] = entry
         self._providers[name] = provider
         if plain_file:
-            self._plain_files[name] = plain_file, digest
+            self._plain_files[name], self._beside[name] = (plain_file, digest), beside
 
     def plain_file(self, name: str) -> str:
         """Return the plain file that another process must load to know `name`, or an empty string.
@@ -412,12 +418,16 @@ def _something_or_nothing(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a class comes from; `plain_file`: what another process must load, which does not find it by itself."""
+    """Where a class comes from; `plain_file`: what another process must load, which does not find it by itself.
+
+    `beside` is the file that says it, where the plain file imports that.
+    """
 
     provider: str
     source: str = ""
     plain_file: str = ""
     no_source: str = ""
+    beside: str = ""
 
     @property
     def digest(self) -> str:
@@ -446,8 +456,8 @@ def _origin(owner: Any, name: str, frame: FrameType) -> _Origin:
             how = "name it as an entry point of its package, or load a file that imports it (attn_zoo.load_file)"
             return _Origin(package, source, no_source=f"only this process has imported {owner.__module__}: {how}")
         # A module that lies beside a notebook is a file to others.
-        source = plain_file_at_work() or source
-        return _Origin(Path(source).name, source, source)
+        plain = plain_file_at_work() or source
+        return _Origin(Path(plain).name, plain, plain, beside="" if source == plain else source)
     try:
         source = write_typed(owner, frame, name)
     except ConfigError as error:
@@ -518,7 +528,7 @@ def _register(
         variant = describe(cls)(name=name, **said)
         if problems := _wrong_types(variant) or _problems(cls, root, variant.capabilities):
             raise ConfigError(origin.provider, problems)
-        variants.add(name, variant, origin.provider, origin.plain_file, origin.digest)
+        variants.add(name, variant, origin.provider, origin.plain_file, origin.digest, origin.beside)
         cls.variant = variant  # type: ignore[attr-defined]
         return cls
 
@@ -598,7 +608,7 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
         origin = _origin(cls, name, sys._getframe(1))
         if problems := _left_out(cls, _root(cls, "AbstractTask", name, origin.provider)):
             raise ConfigError(origin.provider, problems)
-        tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest)
+        tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest, origin.beside)
         cls.name = name  # type: ignore[attr-defined]
         if origin.plain_file:
             # The digest of its data is of its version, which nobody raises who tries things out in a file.

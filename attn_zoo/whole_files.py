@@ -98,7 +98,8 @@ def _placing(path: Path) -> Iterator[None]:
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
     """Yield a temporary path; when the block ends well it is synced to disk and renamed, otherwise removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # a file is there: what comes next says that it is no folder
+        path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-", suffix=".tmp")
     os.close(descriptor)
     temporary = Path(name)

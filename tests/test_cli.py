@@ -630,9 +630,10 @@ def test_what_is_wrong_with_an_option_is_said_before_anything_is_planned(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_ends_a_command_that_loads_torch_whose_code_drops_exceptions(tmp_path):
+@pytest.mark.parametrize(("module", "told"), [("torch", "loading torch\n"), ("tomllib", "")])  # of doctor, of all
+def test_ctrl_c_ends_a_command_that_loads_what_drops_exceptions(tmp_path, module, told):
     drops = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
-    (tmp_path / "torch.py").write_text(f"{drops}print('it goes on')\n")
+    (tmp_path / f"{module}.py").write_text(f"{drops}print('it goes on')\n")
     program = (
         "import runpy, signal, sys; sys.argv[1:] = ['doctor'];"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # what a shell runs in the background ignores it
@@ -644,7 +645,7 @@ def test_ctrl_c_ends_a_command_that_loads_torch_whose_code_drops_exceptions(tmp_
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "loading torch\ninterrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{told}interrupted\n")
 
 
 def test_a_device_that_is_not_there_is_an_error_and_no_record(call, tmp_path, monkeypatch):

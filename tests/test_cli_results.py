@@ -143,7 +143,10 @@ def test_where_a_report_cannot_be_written_is_found_before_it_is_made(call, tmp_p
     assert answer.err == f"{tmp_path}/file/below/report.html: cannot be written: Not a directory\n"
     assert (answer.code, answer.out) == (2, "")
     assert call("report", str(run), "--out", "/proc/nowhere/report").code == 4
-    assert "cannot be written" in call("export", str(run), "--out", str(tmp_path / "file" / "below.csv")).err
+    assert "Not a directory" in call("export", str(run), "--out", str(tmp_path / "file" / "below.csv")).err
+    assert "Not a directory" in call("share", str(run), "--out", str(tmp_path / "file" / "below.zip")).err
+    answer = call("export", str(run), "--out", str(tmp_path / "all.parqet"))
+    assert (answer.code, "got 'parqet'; did you mean 'parquet'?" in answer.err) == (2, True)
 
 
 @pytest.mark.usefixtures("folders")

@@ -416,6 +416,16 @@ def test_an_edit_of_the_file_or_of_what_lies_beside_it_counts_when_it_is_loaded_
         tasks.plain_file("renamed")
 
 
+def test_an_edit_of_what_two_files_import_counts_whichever_is_loaded_again_first(beside):
+    for scale in (1.0, 2.0):
+        (beside / "zoo_both.py").write_text(f"{TASK.format(name='of_both')}Task.scale = {scale}\n")
+        for name in ("second", "first") if scale == 2.0 else ("first", "second"):
+            (beside / f"{name}.py").write_text(f"import zoo_both\n{TASK.format(name=f'own_{name}')}")
+            load_file(beside / f"{name}.py", None)
+            assert tasks["of_both"].scale == scale
+    assert tasks.plain_file("of_both") == str(beside / "first.py")
+
+
 def test_an_edit_of_a_task_in_a_file_makes_other_data(beside):
     """They are kept by their digest, which of other tasks only the version changes."""
     path = beside / "own_task.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import stat
 import subprocess
@@ -42,6 +43,19 @@ def test_the_same_records_give_the_same_bytes(folder, tmp_path):
     for path in other.rglob("*"):
         path.touch()
     assert share(other, tmp_path / "a.zip").read_bytes() == first
+
+
+def test_a_packed_run_is_replaced_by_the_same_run_only(folder, tmp_path):
+    path = share(folder, tmp_path / "run.zip")
+    head = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**head, "created": "2001-01-01T00:00:00+00:00"}))
+    mine = tmp_path / "mine.zip"
+    mine.write_text("no packed run")
+    for there in (path, mine):
+        before = there.read_bytes()
+        with pytest.raises(FolderError, match="exists already and is not packed from this run"):
+            share(folder, there)
+        assert there.read_bytes() == before
 
 
 def test_a_run_that_goes_on_is_packed(folder, tmp_path, monkeypatch):

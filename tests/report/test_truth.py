@@ -311,6 +311,9 @@ def test_energy_has_a_figure_and_a_sentence_where_it_was_measured(tmp_path):
             records.append(replace(record, energy_joules=each, timing=timing))
     analysis = analysed(tmp_path, records)
     assert "Energy of a call at 16k: linformer 250 mJ, full 6.25 J." in findings(analysis)
+    more = [replace(one, cell=replace(one.cell, label=f"{one.cell.variant} {i}")) for one in records for i in (2, 3)]
+    every = "linformer 250 mJ, linformer 2 250 mJ, linformer 3 250 mJ; the most: full 3 6.25 J"
+    assert f"Energy of a call at 16k: {every}." in findings(analysed(tmp_path / "more", records + more))
     (picture,) = [one for one in pictures_of(analysis) if one.name.startswith("energy-")]
     assert picture.section == "efficiency"
     assert "linformer: 130 mJ at 4k (waits for the host), 250 mJ at 16k" in picture.alt, picture.alt

@@ -178,21 +178,22 @@ class Session(Control):
             return  # another repeat failed elsewhere meanwhile: that is the cell's result
         num_repeats = self._waiting[key].repeats
         repeats = self._repeats[key]
+        num_done = 1
         if repeats and repeats[0].environment != record.environment:
             self._store.repeats.retire(key)  # no machine of that environment is left: begun anew
+            num_done -= len(repeats)  # which were among those done before
             repeats.clear()
         self._forecast_of(record.cell).add(record)
         step = f"repeat {len(repeats) + 1} of {num_repeats}" if num_repeats > 1 else ""
-        num_done = 1
         if record.status == "ok":
             repeats.append(record)
             if len(repeats) < num_repeats:
                 self._store.repeats.write(record, len(repeats))
-                self._progress.finished(record, step)
+                self._progress.finished(record, step, num_done)
                 return
             record = pool_records(sorted(repeats, key=_place))
         elif num_repeats > 1:
-            num_done = num_repeats - len(repeats)
+            num_done += num_repeats - len(repeats) - 1
             if repeats:
                 record = replace(record, reason=f"{step}: {record.reason}")
         self._store.write(record)

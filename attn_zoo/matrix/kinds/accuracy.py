@@ -1,7 +1,8 @@
 """`[[accuracy]]`: training runs, variants x seeds on tasks; refused before anything trains where they cannot be.
 
 What a variant refuses is asked with the same words as when the model is built, so that nothing trains for hours beside
-cells that were never possible. Whether weights pretrained in one direction fit the other is seen when both are built.
+cells that were never possible. Whether weights pretrained in one direction fit the other is seen when both are built,
+as `attn-zoo plan` does.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -183,6 +185,22 @@ class Accuracy(AbstractKind):
                         timeout_s=group.timeout_s,
                         keep_weights=group.keep_weights,
                     )
+
+    def is_probed(self, cell: Cell) -> bool:
+        return bool(cell.overrides.get("pretrain"))
+
+    def build_on_meta(self, cell: Cell) -> None:
+        """Build both forms of what is pretrained: whether the weights of one fit the other nothing else can tell."""
+        from attn_zoo.training.loop import make_trainer
+        from attn_zoo.training.protocol import protocol_of
+        from attn_zoo.training.run import make_pretrainer
+
+        protocol = protocol_of(cell)
+        if protocol.pretrain:
+            spec = tasks[str(cell.task)](str(cell.level)).spec
+            trainer, config = make_trainer(cell, spec, protocol)  # with memory, which is little
+            pretrainer = make_pretrainer(config, trainer.batcher, protocol, seed=cell.seed, dtype=cell.dtype)
+            pretrainer.check(trainer.objective.encoder(trainer.model))
 
     def forecast(self) -> Forecast:
         return TrainingForecast()
@@ -367,12 +385,13 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
     trials = combinations(axes) if axes else []
     for trial in [{}, *trials]:
         changes = {**overrides, **trial}
+        resolve = partial(resolve_protocol, protocol, task_settings=settings.get(protocol))
         try:
-            resolved = resolve_protocol(protocol, task_settings=settings.get(protocol), overrides=changes)
+            resolved = resolve(overrides=changes)
         except UnknownNameError as error:
             return [*problems, (f"{where}.protocol", str(error))]
         except ConfigError as error:
-            wrong.append(error.problems)
+            wrong.append([*error.problems, *_further_problems(resolve, changes, error.problems)])
             continue
         wrong.append(())
         if trial or not axes:
@@ -396,6 +415,21 @@ def _protocol_problems(settings: Mapping[str, Any], group: Mapping[str, Any], wh
         text = f"expected at most batch_size, {smallest}, so that every process has an example; got {ranks}"
         problems.append((f"{where}.data_parallel", text))
     return problems
+
+
+def _further_problems(
+    resolve: Callable[..., Protocol], changes: Mapping[str, Any], told: Sequence[Problem]
+) -> list[Problem]:
+    """Return what is wrong beside the problems `told`: values are looked at only where all have their types.
+
+    What names one of those fields may be wrong only because its value is the protocol's here.
+    """
+    known = {key.partition(".")[0] for key, _ in told}
+    try:
+        resolve(overrides={name: value for name, value in changes.items() if name not in known})
+    except ConfigError as error:
+        return [each for each in error.problems if known.isdisjoint(re.findall(r"\w+", " ".join(each)))]
+    return []
 
 
 def _idle_problems(given: Mapping[str, Any], trained: Sequence[Protocol]) -> Iterator[Problem]:

@@ -182,6 +182,10 @@ class AbstractKind(ABC):
         """Return the rough cost of one repeat of a cell that is not refused; here nothing is known."""
         return None
 
+    def is_probed(self, cell: Cell) -> bool:  # noqa: ARG002 - a kind may look at its fields
+        """Tell whether `build_on_meta` may refuse a cell that nothing else refuses before it runs."""
+        return self.is_timed
+
     def build_on_meta(self, cell: Cell) -> None:  # noqa: B027 - a kind may have nothing to try
         """Build what a cell would run, where torch's default device has no memory.
 

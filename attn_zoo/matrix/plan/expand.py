@@ -93,17 +93,19 @@ def make_plan(
         known = lane.get(item.cell.key)
         lane[item.cell.key] = item if known is None else _asked_twice(known, item)
     ordered = [sorted(lane.values(), key=lambda item: item.cell.seq_len or 0) for lane in lanes.values()]
+
+    def is_kept(item: PlannedCell) -> bool:
+        return not only or any(fnmatchcase(item.cell.id, pattern) for pattern in only)
+
+    every = [item for lane in ordered for item in lane]
+    if only and not any(map(is_kept, every)):  # looked for in all shards: this one may have none that another has
+        raise ConfigError("only", [("", _no_match(only, every))])
     if shard is not None:
         index, count = shard
         if not 1 <= index <= count:
             raise ConfigError("shard", [("", f"expected I/N with 1 <= I <= N; got {index}/{count}")])
         ordered = _dealt(ordered, index, count)
-    cells = _counted_once([item for lane in ordered for item in lane])
-    if only:
-        kept = [item for item in cells if any(fnmatchcase(item.cell.id, pattern) for pattern in only)]
-        if not kept:
-            raise ConfigError("only", [("", _no_match(only, cells))])
-        cells = kept
+    cells = list(filter(is_kept, _counted_once([item for lane in ordered for item in lane])))
     variant_files = tuple(plain_files(cells))
     if should_probe:
         cells = probe(cells, variant_files)

@@ -26,8 +26,8 @@ TIMEOUT_S = 120.0
 
 
 def probe(items: Sequence[PlannedCell], variant_files: Sequence[str]) -> list[PlannedCell]:
-    """Return the items, timed ones that a constructor refuses with the refusal; what takes too long stays as it was."""
-    asked = [item.cell.to_dict() for item in items if item.refusal is None and kind_of(item.cell).is_timed]
+    """Return the items, those that a constructor refuses with the refusal; what takes too long stays as it was."""
+    asked = [item.cell.to_dict() for item in items if item.refusal is None and kind_of(item.cell).is_probed(item.cell)]
     if not asked:
         return list(items)
     request = json.dumps({"cells": asked, "variant_files": list(variant_files)})

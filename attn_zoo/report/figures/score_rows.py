@@ -31,8 +31,9 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     values = [value for row in rows for value in (*row.singles, *(row.ends or ()))]
     if not values:
         return None
-    near, far = near_marks(values, group.marks, metric)
-    marks = [(plain(name.replace("_", " "), 28), value) for name, value in near.items()]
+    words = {name.replace("_", " "): value for name, value in group.marks.items()}
+    near, far = near_marks(values, words, metric)
+    marks = [(plain(name, 28), value) for name, value in near.items()]
     bars = [(score.ends, len(score.values)) for score in group.ranked]
     said = bar_words(bars, metric, "large: mean over seeds with its 95 % t-interval; small: each seed")
     note = f"{group.how}\n{f'{said}; ' if said else ''}dashed: chance and trivial models"
@@ -47,7 +48,7 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     score_axis(axes.xaxis, metric, f"{metric.axis} on test", num_ticks=5)
     _draw_floors(axes, marks, len(rows), metric)
     draw_rows(axes, rows, metric.bounds)
-    floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in group.marks.items())
+    floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in words.items())
     said = "; ".join(row.tip for row in rows)
     return page.describe([f"{said}. {floors}" if floors else said])
 

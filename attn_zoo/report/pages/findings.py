@@ -420,7 +420,9 @@ def _energy_line(panel: Panel) -> str:
         if point.seq_len == length and point.record.energy_joules
     )
     said = [f"{label} {marked(human_joules(joules), mark)}" for joules, label, mark in known]
-    return f"Energy of a call {_at(panel)} {human_length(length)}: {', '.join(said)}." if said else ""
+    most = [f"the most: {said[-1]}"] if len(said) > FEW else []
+    text = "; ".join([", ".join(said[:FEW]), *most])
+    return f"Energy of a call {_at(panel)} {human_length(length)}: {text}." if said else ""
 
 
 def _weights_line(panel: Panel) -> str:

@@ -1,6 +1,7 @@
 """Accuracy groups: what they may say, the cells they become, and what is refused before anything is trained."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from attn_zoo import api
-from attn_zoo.errors import ConfigError
+from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.kinds.accuracy import TrainingForecast
+from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.expand import make_plan, require_devices
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
 from attn_zoo.model.config import LEAKY_NORM
@@ -114,6 +116,19 @@ def test_an_encoder_decoder_needs_a_causal_form_and_cross_attention():
     assert item.refusal is None
 
 
+def test_a_plan_can_see_that_weights_pretrained_in_one_direction_do_not_fit_the_other():
+    """In two directions an LSTM has two sets of weights; scratch needs no look."""
+    for pretrain, is_refused in (("causal", True), ("masked", False)):
+        overrides = {**TINY_TRAINING, "pretrain": pretrain, "pretrain_steps": 1}
+        (item,) = training_plan(["lstm"], overrides=overrides).cells
+        assert item.refusal is None
+        assert kind_of(item.cell).is_probed(item.cell)
+        with pytest.raises(UnsupportedError, match="has other weights") if is_refused else nullcontext():
+            kind_of(item.cell).build_on_meta(item.cell)
+    (scratch,) = training_plan(["lstm"]).cells
+    assert not kind_of(scratch.cell).is_probed(scratch.cell)
+
+
 def test_processes_that_train_together_are_part_of_the_key_and_need_enough_of_everything(monkeypatch):
     one, same, two = (training_plan(["fake_train_ok"], **more).cells[0] for more in ({}, {"data_parallel": 1}, RANKS))
     assert one == same
@@ -205,6 +220,10 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
         (
             {"overrides": {"clip_norm": -1.0}, "grid": {"base_lr": [-1.0, 1e-3]}},
             "accuracy[0].overrides.clip_norm: expected 0 or more; got -1.0",
+        ),
+        (
+            {"overrides": {"num_steps": "9", "weight_decay": -1.0}},  # where a type is wrong, values are looked at too
+            "accuracy[0].overrides.weight_decay: expected 0 or more; got -1.0",
         ),
         ({"overrides": {"warmup_steps": 2**63}}, "accuracy[0].overrides.warmup_steps: expected an integer of 64 bits"),
         (

@@ -223,6 +223,14 @@ def test_what_is_timed_in_turns_is_one_lane_and_each_length_one_bundle():
         assert [len(bundle) for bundle in bundles] == [2, 2], "and tear apart nothing that is timed in turns"
 
 
+def test_a_shard_without_a_cell_that_another_has_is_no_typing_error():
+    matrix = make_matrix(["full", "fake_ok"])
+    shards = [make_plan(matrix, shard=(index, 3), only=["fake_ok/*"]).cells for index in (1, 2, 3)]
+    assert min(map(len, shards)) == 0 < sum(map(len, shards))
+    with pytest.raises(ConfigError, match="no cell matches fake_k"):
+        make_plan(matrix, shard=(3, 3), only=["fake_k/*"])
+
+
 def test_shards_weigh_what_cells_take_and_not_their_number_or_length():
     group = {"device": "cpu", "batch_size": 1, "num_heads": 8, "head_dim": 64}
     long = {**group, "variants": ["full"], "seq_len": [16384]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.drive.engines.dispatch import Dispatcher, Machine, Place
+from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import lanes_of, run
 from attn_zoo.matrix.drive.supervise import Control
 from attn_zoo.matrix.drive.worker_pool import Settings
@@ -305,7 +307,9 @@ def test_repeats_are_taken_up_again_where_such_a_machine_is_left(tmp_path, is_go
         store.repeats.write(Record(cell=cell, status="ok", environment=OTHER.digest, timing=some_timing(1.0)), 1)
     here = {} if is_gone else {"0": OTHER, "1": OTHER}
     engine = OnCluster(SimulatedCluster(machines(2), here))
-    summary = run(plan, store, engine=engine, allow_mixed_env=True)
+    progress = PlainProgress(StringIO())
+    summary = run(plan, store, engine=engine, allow_mixed_env=True, progress=progress)
+    assert (progress.done, progress.total) == (2 if is_gone else 3, 3)
     if is_gone:  # what was begun elsewhere does not count; the next run has all that is needed
         assert (len(summary.left), summary.num_repeats, summary.exit_code) == (1, 2, 1)
         summary = run(plan, store, engine=OnCluster(SimulatedCluster(machines(2))), allow_mixed_env=True)
