@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from attn_zoo.records import Score
 from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS, ErrorGroup, ErrorPoint
-from attn_zoo.report.analysis.floor import TWO_SIDED
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, Difference, LabelScore, pair
@@ -116,18 +115,13 @@ def _score_verdict(
     if found is None or found.num_paired < LEAST_SEEDS:
         return "cannot say"
     if not found.is_settled:
-        return "same" if _most_apart(found) <= limit * abs(first.mean) else "cannot say"
+        is_small = found.half is not None and abs(found.mean) + found.half <= limit * abs(first.mean)
+        return "same" if is_small else "cannot say"
     return "better" if metric.gain(found.mean, 0.0) > 0 else "worse"
 
 
 def _scored(score: LabelScore) -> list[tuple[int, Score | None]]:
     return sorted(((run.seed, run.score) for run in score.runs), key=lambda pair: pair[0])
-
-
-def _most_apart(found: Difference) -> float:
-    """Return the largest difference that neither seeds nor the size of the test set exclude."""
-    ends = [end for end in (found.low, found.high) if end is not None]
-    return max(map(abs, (*ends, abs(found.mean) + TWO_SIDED * (found.size_error or 0.0))))
 
 
 def compare_errors(

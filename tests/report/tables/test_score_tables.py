@@ -3,9 +3,14 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from attn_zoo.report.analysis.analyse import analyse
+from attn_zoo.report.analysis.floor import size_interval
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.scores import Difference, mean_with_interval
 from attn_zoo.report.pages.findings import accuracy_findings, headline
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.front_table import front_table
@@ -360,3 +365,29 @@ def test_what_may_depend_on_padding_is_named(tmp_path):
     analysis = analysed(tmp_path, runs, claims=claims)
     (table,) = [each for each in make_tables(analysis) if each.name.startswith("accuracy")]
     assert "Not declared to be the same however far a batch is padded: nystrom." in table.note
+
+
+def test_seeds_and_test_examples_may_both_favour_one_of_two_equal_models():
+    """The errors are of equal size, and known; each for itself would let 9 % pass that only chance made."""
+    rng, num_seeds, num_models = np.random.default_rng(0), 5, 4000
+    examples = rng.standard_normal(num_models)
+    seeds = num_seeds**0.5 * rng.standard_normal((num_models, num_seeds))
+    found = []
+    for shift, spread in zip(examples, seeds, strict=True):
+        mean, low, high = mean_with_interval(list((spread + shift) / 100))
+        assert mean is not None
+        found.append(Difference(mean=mean, low=low, high=high, num_paired=num_seeds, size_error=0.01))
+    assert np.mean([one.is_settled for one in found]) <= 0.05
+    apart = [one for one in found if one.low is not None and one.high is not None and not one.low <= 0.0 <= one.high]
+    assert np.mean([abs(one.mean) > 1.96 * 0.01 for one in apart]) * len(apart) / num_models > 0.08
+
+
+def test_all_answers_right_in_one_seed_are_an_interval_all_the_same(tmp_path):
+    """Of 1,000 examples that are all right, 99.62 % is as low as Wilson's interval goes."""
+    score = {"num_examples": 1000, "correct": ""}
+    _, scores = group(tmp_path, [accuracy("full", 0, 1.0, score=score)])
+    assert scores["full"].ends == pytest.approx((1 / (1 + 1.96**2 / 1000), 1.0))
+    counts = np.arange(1001)
+    chances = stats.binom.pmf(counts, 1000, 0.999)
+    ends = [size_interval(count / 1000, 1000, Metric("accuracy")) or (1.0, 0.0) for count in counts]
+    assert sum(chance for chance, (low, high) in zip(chances, ends, strict=True) if low <= 0.999 <= high) > 0.9
