@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
@@ -551,6 +551,26 @@ def _left_out(cls: type, root: type) -> list[tuple[str, str]]:
     ]
 
 
+def _wrong_levels(cls: type, root: type) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the levels of a task, which nothing looks at before a level is asked for."""
+    if "levels" not in inspect.get_annotations(root):
+        return
+    levels = getattr(cls, "levels", None)
+    if not isinstance(levels, Mapping) or not levels:
+        yield "levels", f"expected a dataclass for each level, by its name, and at least one; got {levels!r}"
+        return
+    for name, level in levels.items():
+        if not isinstance(name, str):
+            yield "levels", f"expected names of levels; got {name!r}"
+        elif not is_dataclass(level) or isinstance(level, type):
+            yield f"levels.{name}", f"expected an instance of a dataclass; got {level!r}"
+        else:
+            try:
+                json.dumps(asdict(level), sort_keys=True)  # as the digest of its data will
+            except (TypeError, ValueError) as error:
+                yield f"levels.{name}", f"expected fields that JSON can hold; got {level!r}: {error}"
+
+
 def _wrong_types(variant: Variant) -> list[tuple[str, str]]:
     """Return what is not of the type that it is read as, later and far from the file that said it."""
     problems = []
@@ -601,12 +621,14 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
     """Register the decorated `AbstractTask` subclass (see `attn_zoo.tasks.abstract_task`) under `name`.
 
     Raises:
-        ConfigError: the name is taken, or the class does not derive from `AbstractTask` or lacks a method of it.
+        ConfigError: the name is taken, or the class does not derive from `AbstractTask`, lacks a method of it or has
+            `levels` of another type.
     """
 
     def decorate(cls: _Class) -> _Class:
         origin = _origin(cls, name, sys._getframe(1))
-        if problems := _left_out(cls, _root(cls, "AbstractTask", name, origin.provider)):
+        root = _root(cls, "AbstractTask", name, origin.provider)
+        if problems := [*_left_out(cls, root), *_wrong_levels(cls, root)]:
             raise ConfigError(origin.provider, problems)
         tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest, origin.beside)
         cls.name = name  # type: ignore[attr-defined]

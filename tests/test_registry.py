@@ -30,7 +30,7 @@ from attn_zoo.registry import (
     variants,
 )
 from attn_zoo.tasks import AbstractTask
-from attn_zoo.tasks.mqar import MultiQueryRecall
+from attn_zoo.tasks.mqar import MultiQueryRecall, RecallLevel
 from tests.conftest import keep_only
 
 CARD: dict[str, Any] = {
@@ -370,6 +370,27 @@ def test_what_is_no_whole_task_is_refused():
             register_task("wrong")(wrong)
     with pytest.raises(ConfigError, match="expected a class to be registered as 'wrong'; got <built-in function len>"):
         register_attention("wrong", **CARD)(wrong)
+    assert "wrong" not in tasks
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        ({}, r"levels: expected a dataclass for each level, by its name, and at least one; got \{\}"),
+        (["short"], r"levels: expected a dataclass for each level.* got \['short'\]"),
+        ({"short": {"seq_len": 8}}, r"levels.short: expected an instance of a dataclass; got \{'seq_len': 8\}"),
+        ({"short": RecallLevel}, "levels.short: expected an instance of a dataclass; got <class"),
+        ({1: RecallLevel(parts=())}, "levels: expected names of levels; got 1"),
+        ({"short": RecallLevel(parts=(), seed={0})}, r"levels.short: expected fields that JSON can hold; got Recall"),  # type: ignore[arg-type]
+    ],
+)
+def test_levels_of_another_type_are_refused_where_they_are_said(levels: Any, message: str):
+    class Wrong(MultiQueryRecall):  # type: ignore[misc]
+        pass
+
+    Wrong.levels = levels
+    with pytest.raises(ConfigError, match=message):
+        register_task("wrong")(Wrong)
     assert "wrong" not in tasks
 
 

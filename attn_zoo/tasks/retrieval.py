@@ -3,7 +3,7 @@
 Radev et al. 2013, "The ACL Anthology Network Corpus"; pairs as released by Long Range Arena in
 new_aan_pairs.{train,eval,test}.tsv (147 086 / 18 090 / 17 437 rows, 10 GB): no header, columns label (0.0 or 1.0), id1,
 id2, text1, text2 separated by tabs, no quoting. The release reads them by these rules too, so a row with another number
-of columns cannot be told right from wrong and is an error.
+of columns cannot be told right from wrong and is an error. So is a last row without a line end: the file was cut short.
 
 Levels:
     4000: the first 4 000 bytes of each paper. The release cuts at 10 000 bytes before; at this length that is idle.
@@ -52,6 +52,7 @@ PAPERS = Source(
 )
 
 _COLUMNS = ("label", "id1", "id2", "text1", "text2")
+_NUM_ROWS = (147_086, 18_090, 17_437)  # whole files; whether their last rows have a line end is not known
 _LABELS = {b"0": 0, b"1": 1, b"0.0": 0, b"1.0": 1}
 
 
@@ -72,13 +73,15 @@ def read_pairs(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
     """Yield label, first and second text of each row, one line in memory at a time.
 
     Raises:
-        ConfigError: a row is not of the published form; names the line.
+        ConfigError: a row is not of the published form, or the last one was cut short; names the line.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             columns = line.rstrip(b"\r\n").split(b"\t")
             problem = ""
-            if len(columns) != len(_COLUMNS):
+            if not line.endswith(b"\n") and number not in _NUM_ROWS:
+                problem = "expected a line end; the file was cut short"
+            elif len(columns) != len(_COLUMNS):
                 problem = (
                     f"expected {len(_COLUMNS)} columns ({', '.join(_COLUMNS)}) separated by tabs; got {len(columns)}"
                 )

@@ -105,7 +105,7 @@ class Protocol:
         eval_every: updates between validations; the last update is followed by one too.
         eval_batch_size: examples per evaluation batch.
         pad_multiple: a batch is padded to its longest example, rounded up to a multiple of this.
-        is_full_length: pad every batch to the task's maximum instead.
+        is_full_length: pad every batch as one with the task's longest example would be.
         bucket_batches: train on batches of similar lengths, formed among this many batches of the shuffled order, and
             evaluate on such; 0 takes the order as it is.
         pretrain: what the model learns first, on the task's own training inputs without their labels (Amos et al. 2024,
@@ -164,9 +164,14 @@ class Protocol:
         floats = [item.name for item in fields(self) if isinstance(getattr(self, item.name), float)]
         infinite = [n for n in floats if not math.isfinite(getattr(self, n))]
         problems += [(n, f"expected a finite number; got {getattr(self, n)}") for n in infinite]
-        if self.num_steps == 1 and not self.warmup_steps and self.schedule in ("linear", "cosine"):
+        if not self.warmup_steps and self.schedule in ("linear", "cosine"):
+            counts = ("num_steps", "pretrain_steps") if self.pretrain else ("num_steps",)
             why = "it ends at 0, the rate of the only update"
-            problems.append(("schedule", f"expected another with num_steps = 1 than {self.schedule}: {why}"))
+            problems += [
+                ("schedule", f"expected another with {name} = 1 than {self.schedule}: {why}")
+                for name in counts
+                if getattr(self, name) == 1
+            ]
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             problems.append(("betas", f"expected two numbers from 0 to less than 1; got {list(self.betas)}"))
         problems += self._size_problems()

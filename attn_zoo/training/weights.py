@@ -83,15 +83,14 @@ def load_trained(path: Path, data_dir: Path | None = None, *, device: str = "cpu
     protocol = protocol_of(cell)
     objective = objective_for(task.spec, is_causal=cell.is_causal)
     batcher = Batcher(task.spec, protocol, capabilities_of_both(cell, protocol), device)
-    model = objective.build_model(config)
+    model = objective.build_model(config).to(device, weight_dtype(cell.dtype))  # before weights that may be wider
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
         raise StoreError(
             f"{path}: does not fit the model that this version of {cell.variant} builds: {error}"
         ) from None
-    model = model.to(device, weight_dtype(cell.dtype)).eval()
-    return Trained(cell=cell, task=task, config=config, model=model, objective=objective, batcher=batcher)
+    return Trained(cell=cell, task=task, config=config, model=model.eval(), objective=objective, batcher=batcher)
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import tasks
-from attn_zoo.tasks import SplitName
+from attn_zoo.tasks import SplitName, retrieval
 from attn_zoo.tasks.byte_text import text_of
 from attn_zoo.tasks.promises import checked_split
 from attn_zoo.tasks.retrieval import PAPERS, Retrieval, RetrievalLevel, read_pairs
@@ -75,8 +75,8 @@ def test_quotes_mean_nothing(tmp_path):
     assert read(tmp_path / "x.tsv", content) == [(1, b'He said "so', b'and "left'), (0, b'"', b"'\"'")]
 
 
-def test_line_ends_of_both_kinds_and_a_last_line_without_one(tmp_path):
-    content = b"1.0\ta\tb\tone\ttwo\r\n0\tc\td\tthree\tfour\n1\te\tf\tfive \x0b\x85 \rsix\tseven"
+def test_line_ends_of_both_kinds(tmp_path):
+    content = b"1.0\ta\tb\tone\ttwo\r\n0\tc\td\tthree\tfour\n1\te\tf\tfive \x0b\x85 \rsix\tseven\n"
     assert read(tmp_path / "x.tsv", content) == [
         (1, b"one", b"two"),
         (0, b"three", b"four"),
@@ -111,13 +111,21 @@ def test_a_wrong_row_names_file_and_line(tmp_path, line, message):
     assert str(path) in str(caught.value)
 
 
-def test_a_file_cut_within_a_row_is_refused_and_leaves_no_cache(folder):
+@pytest.mark.parametrize("num_bytes", [1, 3, 12])  # the line end; some of the second text; also the tab before it
+def test_a_file_cut_within_a_row_is_refused_and_leaves_no_cache(folder, num_bytes):
     path = folder / "tsv_data" / PAPERS.files["test"]
-    content = path.read_bytes()
-    path.write_bytes(content[: content.rindex(b"\t")])
-    with pytest.raises(ConfigError, match=r"line 8: expected 5 columns .*; got 4"):
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+    with pytest.raises(ConfigError, match=r"line 8: expected a line end; the file was cut short"):
         Retrieval("4000", data_dir=folder).split("train")
     assert not list(cache_dir().glob("retrieval-*"))
+
+
+def test_a_whole_file_may_lack_its_last_line_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval, "_NUM_ROWS", (2,))
+    content = b"1.0\ta\tb\tone\ttwo\n0\tc\td\tthree\tfour"
+    assert len(read(tmp_path / "x.tsv", content)) == 2
+    with pytest.raises(ConfigError, match="line 1: expected a line end"):
+        read(tmp_path / "y.tsv", content[:15])
 
 
 def test_an_empty_or_missing_file_is_named(folder):

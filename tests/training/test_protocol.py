@@ -100,12 +100,15 @@ def test_numbers_are_finite(name: str, value: float):
         resolve_protocol("cpu-small", overrides={name: value})
 
 
-def test_an_only_update_has_a_rate():
-    single = {"num_steps": 1, "warmup_steps": 0, "eval_every": 1}
+@pytest.mark.parametrize("single", [{"num_steps": 1}, {"pretrain": "masked", "pretrain_steps": 1}])
+def test_an_only_update_has_a_rate(single: dict[str, object]):
+    overrides = {**single, "warmup_steps": 0}
     for schedule in ("linear", "cosine"):
-        with pytest.raises(ConfigError, match=f"schedule: expected another with num_steps = 1 than {schedule}"):
-            resolve_protocol("cpu-small", overrides={**single, "schedule": schedule})
-    resolve_protocol("cpu-small", overrides={**single, "schedule": "constant"})
+        with pytest.raises(ConfigError, match=f"schedule: expected another with .*_?steps = 1 than {schedule}"):
+            resolve_protocol("cpu-small", overrides={**overrides, "schedule": schedule})
+    resolve_protocol("cpu-small", overrides={**overrides, "schedule": "constant"})
+    resolve_protocol("cpu-small", overrides={**single, "warmup_steps": 1})
+    resolve_protocol("cpu-small", overrides={**overrides, "num_steps": 9, "pretrain": ""})  # no update of that kind
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from attn_zoo.errors import StoreError
 from attn_zoo.training import run_training
@@ -55,6 +55,14 @@ def test_the_loaded_model_scores_what_the_record_says(tmp_path, level, variant, 
     assert found.value == result.score.value
     batch = trained.batcher.batch(trained.batcher.feed(trained.task.split("test")), torch.arange(3))
     assert torch.isfinite(trained.objective.outputs(trained.model, batch)).all()
+
+
+def test_float64_weights_lose_no_digit(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    run_training(dataclasses.replace(cell(num_steps=10), dtype="float64"), weights_path=path)
+    loaded, kept = load_trained(path).model.state_dict(), load_file(path)
+    assert loaded.keys() == kept.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
 
 
 def test_a_run_without_a_score_leaves_no_weights(tmp_path):

@@ -72,6 +72,25 @@ def test_the_answer_is_the_minimum_of_the_equation():
     assert (error * features[:, 0]).sum() + 2.0 * slope / 2 == pytest.approx(0.0, abs=0.02)
 
 
+def test_features_that_nearly_repeat_each_other_are_fitted_to_the_end(capsys, monkeypatch):
+    """A polynomial, as that of Pathfinder's markers: what its terms tell beyond each other is found late."""
+    draw = np.random.default_rng(7)
+    x = draw.uniform(-1, 1, (2, 1_000))
+    powers = np.stack([x[0] ** i * x[1] ** j for i in range(9) for j in range(9 - i) if i + j], 1)
+    features = (powers - powers.mean(0)) / powers.std(0)
+    labels = (np.sin(5 * x[0]) * np.cos(5 * x[1]) + 0.5 * draw.normal(size=1_000) > 0).astype(np.int64)
+    weights, biases = linear_model._fit(features, labels, 0.01)
+    logits = features @ weights + biases
+    error = 1 / (1 + np.exp(logits[:, 0] - logits[:, 1])) - labels
+    gradient = (features.T @ error + 0.01 * weights[:, 1]) / len(labels)
+    assert abs(gradient).max() < 2e-4  # after 200 steps 9e-4
+    assert not capsys.readouterr().err
+
+    monkeypatch.setattr(linear_model, "_MAX_STEPS", 20)
+    linear_model._fit(features, labels, 0.01)
+    assert "not at its minimum after 20 steps" in capsys.readouterr().err
+
+
 def test_sparse_features_score_as_dense_ones_do():
     draw = np.random.default_rng(6)
     labels = draw.integers(2, size=800)
