@@ -382,3 +382,14 @@ def test_under_autocast_the_mixer_computes_in_its_type(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         mixer(torch.randn(2, 64, 32))
     assert {x.dtype for x in seen} == {torch.bfloat16}
+
+
+def test_gradients_of_functions_agree_with_autograd():
+    mixer = build_mixer("linformer", BuildContext(embed_dim=12, num_heads=3, max_seq_len=1024), proj_len=64)
+    hidden = torch.randn(2, 1024, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def loss(hidden: Tensor) -> Tensor:
+        output: Tensor = mixer(hidden)
+        return output.sin().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(hidden.detach()), *torch.autograd.grad(loss(hidden), hidden))

@@ -41,7 +41,8 @@ def attend_compressed(
         ValueError: shapes, dtypes or devices of what is compressed do not fit.
     """
     (key, value), (e, f) = tokens, matrices
-    replays = None if torch.compiler.is_compiling() else replays_on(query.device.type)
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    replays = None if is_traced else replays_on(query.device.type)
     if replays is None or key is value or torch.is_autocast_enabled("cuda"):
         return _by_parts(query, tokens, matrices, key_padding_mask)
     learned = (e,) if e is f else matrices

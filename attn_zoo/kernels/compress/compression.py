@@ -87,8 +87,9 @@ def compress_pair(
         UnsupportedError: the named path cannot serve this call.
     """
     (one, other), (e, f) = tokens, matrices
-    if path == "auto" and _is_small(one, e) and one.shape == other.shape and e.shape == f.shape:
-        # Such calls take about as long as all that is decided below.
+    is_transformed = torch._C._are_functorch_transforms_active()  # by torch.func, which goes through operators only
+    if path == "auto" and (is_transformed or _is_small(one, e)) and one.shape == other.shape and e.shape == f.shape:
+        # Small calls take about as long as all that is decided below.
         note_path("compress.chunked")
         _check(one, e, key_padding_mask)
         first = products.multiply(one, e, key_padding_mask)
