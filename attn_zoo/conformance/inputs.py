@@ -139,6 +139,12 @@ def padded_rows(tensor: Tensor, mask: Tensor) -> Tensor:
     return mask[:, None, :, None] if tensor.dim() == 4 else mask[:, :, None]
 
 
+def without_padding(inputs: Inputs, output: Tensor) -> Tensor:
+    """Return the output without the rows whose own query is padding: those may hold anything where queries are keys."""
+    mask = inputs.key_padding_mask
+    return output if mask is None or not inputs.is_shared else output.masked_fill(padded_rows(output, mask), 0.0)
+
+
 def random_tensor(shape: Sequence[int], seed: int, dtype: torch.dtype, device: str) -> Tensor:
     """Return standard normal values: the same ones in every dtype and on every device, up to rounding."""
     generator = torch.Generator().manual_seed(seed)

@@ -207,6 +207,51 @@ class InterleavesGroups(Softmax):
         return super().attend(query, key.repeat(repeats), value.repeat(repeats), mask)
 
 
+class AlwaysTwoHeadsToAGroup(Softmax):
+    reference = written_out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if query.shape[1] != key.shape[1]:
+            group = (torch.arange(query.shape[1]) // 2).clamp(max=key.shape[1] - 1)
+            key, value = key[:, group], value[:, group]
+        return super().attend(query, key, value, mask)
+
+
+class _Repeated(torch.autograd.Function):
+    """Heads repeated for their group, whose gradients are averaged, not summed."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, num_heads: int) -> Tensor:
+        ctx.num_groups = heads.shape[1]
+        return expand_kv_heads(heads, num_heads).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.unflatten(1, (ctx.num_groups, -1)).mean(2), None
+
+
+class AveragesGradientsOfAGroup(Softmax):
+    reference = written_out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query, _Repeated.apply(key, query.shape[1]), value, mask)
+
+
+class ForgetsHeadsBeyondEight(Softmax):
+    reference = written_out
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        output = super().forward(query, key, value)
+        return torch.cat([output[:, :8], torch.zeros_like(output[:, 8:])], dim=1)
+
+
+class DoublesASingleKey(Softmax):
+    reference = written_out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query, key, 2 * value if key.shape[-2] == 1 < query.shape[-2] else value, mask)
+
+
 class ReadsStorage(SoftmaxMixer):
     def forward(
         self, hidden: Tensor, *, context: Tensor | None = None, key_padding_mask: Tensor | None = None
@@ -271,6 +316,10 @@ SHAPES = (
     Broken(cls=SqueezesHeads, check="batch_and_head_sizes"),
     Broken(cls=TruncatesContext, check="cross_attention", capabilities={"cross_attention": True, "is_exact": True}),
     Broken(cls=InterleavesGroups, check="grouped_query", capabilities={"grouped_query": True}),
+    Broken(cls=AlwaysTwoHeadsToAGroup, check="grouped_query", capabilities={"grouped_query": True}),
+    Broken(cls=AveragesGradientsOfAGroup, check="grouped_query", capabilities={"grouped_query": True}),
+    Broken(cls=ForgetsHeadsBeyondEight, check="batch_and_head_sizes", also=frozenset({"grouped_query"})),
+    Broken(cls=DoublesASingleKey, check="cross_attention", capabilities={"cross_attention": True}),
     Broken(cls=ReadsStorage, check="non_contiguous", capabilities={"positions": ("none",)}),
     # Writing to an expanded view raises.
     Broken(cls=WritesSameValues, check="inputs_unchanged", also=frozenset({"non_contiguous"})),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.attention.decode import KVCache
+from attn_zoo.attention.masks import alibi_bias
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Shape
 from attn_zoo.registry import VariantConfig
@@ -85,6 +86,25 @@ def half_state_bytes(shape: Shape, itemsize: int) -> int:
 
 class IgnoresAlibi(Softmax):
     pass
+
+
+class ReversesAlibi(Softmax):
+    """Gives the slope of each head to the one at the other end."""
+
+    def biased(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores = scores + bias if self.build.position == "alibi" else scores
+        output: Tensor = scores.softmax(-1) @ value
+        return output
+
+    def bias(self, query: Tensor) -> Tensor:
+        return alibi_bias(self.build.num_heads, query.shape[-2], query.shape[-2], dtype=query.dtype)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        return self.biased(query, key, value, self.bias(query).flip(1))
+
+    def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        return self.biased(query, key, value, self.bias(query))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +318,7 @@ CLAIMS = (
     Broken(cls=RecurrentStateGrows, check="decode_state_bytes", capabilities={**DECODE, "decode": "recurrent"}),
     Broken(cls=DecodesUndeclared, check="refusals", also=frozenset({"decode"})),
     Broken(cls=IgnoresAlibi, check="positions", capabilities={"positions": ("none", "alibi")}),
+    Broken(cls=ReversesAlibi, check="matches_reference", capabilities={"positions": ("none", "alibi")}),
     Broken(cls=RunsAnotherBackend, check="path_ran", config=BackendConfig),
     Broken(cls=HidesItsBackend, check="path_ran", config=BackendConfig),
     Broken(cls=AlternatesPaths, check="path_ran"),

@@ -51,6 +51,17 @@ class DropsInSteps(Decodes):
         return self.weights(query @ self.expand(keys).mT * query.shape[-1] ** -0.5, None) @ self.expand(values)
 
 
+class StepsWithAnotherScaleInFloat32(Decodes):
+    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return super().read(1.01 * query if query.dtype == torch.float32 else query, keys, values)
+
+
+class CannotBeginByPrefill(Decodes):
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        assert state.length >= 0
+        return super().prefill(query, key, value, state)
+
+
 class SoundStepsBesideDropout(DropsInSteps):
     def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return Decodes.read(self, query, keys, values)
@@ -216,6 +227,8 @@ STATES = frozenset({"decode_states"})
 DECODING = (
     Broken(cls=InterleavesGroupsInSteps, check="decode", capabilities=GROUPED),
     Broken(cls=DropsInSteps, check="decode", capabilities={**DECODE, "attention_dropout": True}),
+    Broken(cls=StepsWithAnotherScaleInFloat32, check="decode", capabilities=DECODE),
+    Broken(cls=CannotBeginByPrefill, check="decode", capabilities=DECODE),
     Broken(cls=ForgetsAfter128Steps, check="decode", capabilities=DECODE),
     Broken(cls=LosesWhatABufferOf256CannotHold, check="decode", capabilities=DECODE),
     Broken(cls=ForgetsTheStateBeforeLongPrompts, check="decode", capabilities=DECODE),

@@ -54,6 +54,16 @@ class LeaksOneFutureToken(Softmax):
         return keep
 
 
+class LeaksAtTheLastWholeBlock(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        keep, start = super().keep(query, key, mask), key.shape[-2] // 16 * 16 - 16
+        if keep is None or not self.build.is_causal or start < 32 or key.shape[-2] % 16 == 0:
+            return keep
+        keep = keep.clone()
+        keep[..., start - 1, start] = True
+        return keep
+
+
 class LeaksByNormalising(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = super().attend(query, key, value, mask)
@@ -131,6 +141,37 @@ class DetachesKey(Softmax):
 class LosesHalfAGradient(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         return super().attend(query, key, 0.5 * value + 0.5 * value.detach(), mask)
+
+
+class _AllOrNothing(torch.autograd.Function):
+    """A product that forgets the gradient of its first factor where the second asks for none."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key)
+        return query @ key.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        query, key = ctx.saved_tensors
+        return (gradient @ key, gradient.mT @ query) if ctx.needs_input_grad[1] else (torch.zeros_like(query), None)
+
+
+class NoQueryGradientBesideFrozenKeys(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores: Tensor = _AllOrNothing.apply(query, key) * query.shape[-1] ** -0.5
+        return scores.softmax(-1) @ value
+
+
+class DividesByTheNorm(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query / query.norm(dim=-1, keepdim=True), key, value, mask)
+
+
+class HasNoSlopeWhereTokensAreEqual(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        distance = (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1).sqrt()
+        return (-distance).softmax(-1) @ value
 
 
 class NoMaxSubtraction(Softmax):
@@ -260,6 +301,7 @@ DEPENDENCE = (
     Broken(cls=GradientCrossesBatch, check="batch_invariance", also=GRADIENT),
     Broken(cls=PrefersLateKeys, check="permutation", capabilities={"is_permutation_invariant": True}),
     Broken(cls=LeaksOneFutureToken, check="causality", capabilities=CAUSAL),
+    Broken(cls=LeaksAtTheLastWholeBlock, check="causality", capabilities=CAUSAL),
     Broken(cls=LeaksByNormalising, check="causality", capabilities=CAUSAL),
     Broken(cls=GradientToFuture, check="causality", also=GRADIENT, capabilities=CAUSAL),
     Broken(cls=ReadsPadding, check="padding_content", capabilities=MASKED),
@@ -272,6 +314,9 @@ DEPENDENCE = (
     Broken(cls=DetachesKey, check="gradients_reach_every_parameter"),
     Broken(cls=LosesHalfAGradient, check="gradients_reach_every_parameter"),
     Broken(cls=LosesHalfAGradientBesideDropout, check="gradients_reach_every_parameter", capabilities=DROPOUT),
+    Broken(cls=NoQueryGradientBesideFrozenKeys, check="gradients_reach_every_parameter"),
+    Broken(cls=DividesByTheNorm, check="finite_on_large_inputs"),
+    Broken(cls=HasNoSlopeWhereTokensAreEqual, check="finite_on_large_inputs"),
     Broken(cls=NoMaxSubtraction, check="finite_on_large_inputs"),
     Broken(cls=ReadsEmptyMemory, check="uninitialised_memory", also=EVERYTHING),
     Broken(cls=IgnoresDropout, check="dropout", also=RATE, capabilities=DROPOUT),

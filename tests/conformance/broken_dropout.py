@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from attn_zoo.attention.oracle import expand_kv_heads
 from tests.conformance.broken import Broken, Softmax, SoftmaxMixer
 
 
@@ -75,6 +76,16 @@ class DropsLongSequencesInEvaluation(Softmax):
 class OneMaskForAllHeads(Drops):
     def factors(self, weights: Tensor) -> Tensor:
         return super().factors(weights[:, :1])
+
+
+class OneMaskForAGroup(Drops):
+    def factors(self, weights: Tensor) -> Tensor:
+        return expand_kv_heads(super().factors(weights[:, : self.build.num_kv_heads]), weights.shape[1])
+
+
+class DropsHalfTheRateAcross(Drops):
+    def factors(self, weights: Tensor) -> Tensor:
+        return dropout(torch.ones_like(weights), self.p / 2 if self.build.is_cross else self.p)
 
 
 class OneMaskForAllEntries(Drops):
@@ -227,6 +238,8 @@ RATES = (
     Broken(cls=DropsHalfTheRateIn16Bits, check=RATE, capabilities={**ON, "dtypes": ("float64", "bfloat16")}),
     Broken(cls=DropsInOneHead, check=RATE, capabilities=ON),
     Broken(cls=OneMaskForAllHeads, check=RATE, capabilities=ON),
+    Broken(cls=OneMaskForAGroup, check=RATE, capabilities={**ON, "grouped_query": True}),
+    Broken(cls=DropsHalfTheRateAcross, check=RATE, capabilities={**ON, "cross_attention": True}),
     Broken(cls=OneMaskForAllEntries, check=RATE, also=BOTH, capabilities=ON),
     Broken(cls=OneMaskForAllQueries, check=RATE, capabilities=ON),
     Broken(cls=OneMaskForAllKeys, check=RATE, capabilities=ON),
@@ -241,7 +254,7 @@ RATES = (
 )
 
 SOUND_DROPOUT = (
-    Broken(cls=Drops, check="", capabilities={**ON, "causal": True}),
+    Broken(cls=Drops, check="", capabilities={**ON, "causal": True, "cross_attention": True, "grouped_query": True}),
     Broken(cls=SoundTokens, check="", capabilities={**ON, "dropout_unit": "tokens", "causal": True}),
     Broken(cls=SoundOutputs, check="", capabilities={**ON, "dropout_unit": "outputs"}),
     Broken(cls=SoundSummaries, check="", capabilities={**ON, "dropout_unit": "summaries"}),

@@ -127,6 +127,87 @@ class ReturnsItsBuffer(Softmax):
         return super().attend(query, key, value, mask) if torch.is_grad_enabled() else self.output.view_as(query)
 
 
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return 0.5 * tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous().mul_(0.5)
+
+
+class WritesToTheGradientItIsGiven(Softmax):
+    """Which the residual path around it was given, too."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output: Tensor = _Halved.apply(super().attend(query, key, value, mask))
+        return output
+
+
+class _Scores(torch.autograd.Function):
+    """A product that keeps what its backward needs in a dictionary, and spoils it there if asked to."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, kept: dict[str, Tensor], is_workspace: bool) -> Tensor:
+        ctx.kept, ctx.is_workspace = kept, is_workspace
+        kept["query"], kept["key"] = query, key
+        return query @ key.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        query, key = ctx.kept["query"], ctx.kept["key"]
+        of_query, of_key = gradient @ key, gradient.mT @ query
+        if ctx.is_workspace:
+            query.data.copy_(of_query)
+        return of_query, of_key, None, None
+
+
+class KeepsForBackward(Softmax):
+    is_workspace = False
+
+    def kept(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores: Tensor = _Scores.apply(query, key, self.kept(), self.is_workspace) * query.shape[-1] ** -0.5
+        return scores.softmax(-1) @ value
+
+
+class SoundKeepsForBackward(KeepsForBackward):
+    def kept(self) -> dict[str, Tensor]:
+        return {}
+
+
+class UsesItsQueryAsWorkspace(SoundKeepsForBackward):
+    is_workspace = True
+
+
+class KeepsForBackwardInTheModule(KeepsForBackward):
+    def __init__(self, config: Any, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.saved: dict[str, Tensor] = {}
+
+    def kept(self) -> dict[str, Tensor]:
+        return self.saved
+
+
+class KeepsForBackwardInTheClass(KeepsForBackward):
+    saved: ClassVar[dict[str, Tensor]] = {}
+
+    def kept(self) -> dict[str, Tensor]:
+        return self.saved
+
+
+class KeepsATableInItsFirstDtype(Softmax):
+    table: Tensor | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.0, query.shape[-1], dtype=query.dtype)
+        return super().attend(query, key, value * self.table, mask)
+
+
 class CachesByShape(Softmax):
     """Computes the scores again where the shapes are others only."""
 
@@ -259,11 +340,16 @@ EFFECTS = (
     Broken(cls=DrawsInEvaluation, check=STATE),
     Broken(cls=DrawsFromNumpy, check=STATE),
     Broken(cls=DrawsFromPython, check=STATE),
+    Broken(cls=WritesToTheGradientItIsGiven, check="inputs_unchanged"),
+    Broken(cls=UsesItsQueryAsWorkspace, check="inputs_unchanged"),
     Broken(cls=ReturnsItsValueWhereThereIsOne, check="own_output"),
     Broken(cls=ReturnsItsWorkspace, check="own_output", also=EVERYTHING),
     Broken(cls=ReturnsItsBuffer, check="own_output", also=EVERYTHING),
     Broken(cls=CachesByShape, check="no_memory", also=EVERYTHING),
     Broken(cls=CachesForTheWholeClass, check="no_memory", also=EVERYTHING),
+    Broken(cls=KeepsATableInItsFirstDtype, check="no_memory"),
+    Broken(cls=KeepsForBackwardInTheModule, check="no_memory", also=EVERYTHING),
+    Broken(cls=KeepsForBackwardInTheClass, check="no_memory", also=EVERYTHING),
     Broken(cls=CachesByAddress, check="no_memory", also=EVERYTHING),
     Broken(cls=LooksUpTheLastCall, check="no_memory"),
     Broken(cls=CachesItsMask, check="no_memory", also=EVERYTHING, capabilities={"key_padding_mask": True}),

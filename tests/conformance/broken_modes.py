@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,6 +62,21 @@ class NoKeyGradientInTraining(Softmax):
         return super().attend(query, key.detach() if self.training else key, value, mask)
 
 
+class _HalvedBelowFloat64(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient if gradient.dtype == torch.float64 else 0.5 * gradient
+
+
+class HalvesAGradientBelowFloat64(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query, _HalvedBelowFloat64.apply(key), value, mask)
+
+
 class NoisyInTraining(Softmax):
     """Adds noise to its scores, as mechanisms with a random choice do; only dropout can be declared."""
 
@@ -79,3 +96,4 @@ MODES = (
     Broken(cls=NoKeyGradientInTraining, check="modes"),
     Broken(cls=NoisyInTraining, check="modes"),
 )
+GRADIENTS = (Broken(cls=HalvesAGradientBelowFloat64, check="modes"),)  # a half is lost in what 16 bits allow

@@ -105,6 +105,26 @@ class RemembersMasksByContent(RemembersMasks):
         return mask.shape, tuple(mask.flatten().tolist())
 
 
+class MeanOfTheFutureBehindPadding(Softmax):
+    """Fills with a finite number: causal queries whose keys are all padding average over every key, later ones too."""
+
+    def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
+        if keep is None:
+            return scores.softmax(-1)
+        filled = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+        return filled.softmax(-1) * keep.any((-1, -2), keepdim=True)
+
+
+class NoCausalMaskBesidePadding(Softmax):
+    def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        return super().keep(query, key, None) if mask is None else ~mask[:, None, None]
+
+
+class MasksFourEntries(ChangesMasks):
+    def changed(self, mask: Tensor) -> Tensor:
+        return mask & (torch.arange(len(mask)) < 4)[:, None]
+
+
 class HidesByWhere(Softmax):
     """Another way to be right: padded keys and values are replaced, not zeroed. Itself sound."""
 
@@ -129,6 +149,9 @@ PADDING = (
     Broken(
         cls=HidesWhatAnyEntryHides, check="padding_patterns", also=BATCH | ROWS | {"no_memory"}, capabilities=MASKED
     ),
+    Broken(cls=MeanOfTheFutureBehindPadding, check="causality", capabilities={**MASKED, "causal": True}),
+    Broken(cls=NoCausalMaskBesidePadding, check="causality", also=KEPT, capabilities={**MASKED, "causal": True}),
+    Broken(cls=MasksFourEntries, check="padding_patterns", capabilities=MASKED),
     Broken(cls=RemembersMasks, check="padding_patterns", also=KEPT | ROWS, capabilities=MASKED),
     Broken(cls=RemembersMasksByAddress, check="padding_patterns", also=EVERYTHING, capabilities=MASKED),
     Broken(cls=RemembersMasksByCount, check="padding_patterns", also=KEPT, capabilities=MASKED),

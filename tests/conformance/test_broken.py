@@ -11,9 +11,9 @@ from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture,
 from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
-from tests.conformance.broken_effects import EFFECTS, SoundEffects
+from tests.conformance.broken_effects import EFFECTS, SoundEffects, SoundKeepsForBackward
 from tests.conformance.broken_lengths import LENGTHS, SOUND_LENGTHS
-from tests.conformance.broken_modes import MODES
+from tests.conformance.broken_modes import GRADIENTS, MODES
 from tests.conformance.broken_padding import PADDING, SOUND_PADDING
 from tests.conformance.broken_sizes import SIZES, SOUND_SIZES
 
@@ -27,6 +27,7 @@ BROKEN = (
     *CLAIMS,
     *CONTRACT,
     *MODES,
+    *GRADIENTS,
     *EFFECTS,
     *(dresses[0] for dresses in DRESSED),
     *RATES,
@@ -64,6 +65,7 @@ SOUND = (
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
     *SOUND_DROPOUT,
     Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
+    Broken(cls=SoundKeepsForBackward, check=""),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
     Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),

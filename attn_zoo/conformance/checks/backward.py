@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from attn_zoo.conformance.subject import (
     read_positions,
     results,
 )
-from attn_zoo.conformance.tolerance import expect_close, largest, rounding
+from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
 STEP = 1e-6
@@ -38,6 +39,8 @@ def _gradients_reach_every_parameter(subject: Subject) -> Finding:
             module = subject.make(build, seq_len=length)
             for inputs in subject.calls(build, length)[::2]:
                 found = _finite_gradients(module, inputs, can_be_unread=length < longest)
+                if length == short:
+                    _expect_alone(module, inputs, found)
                 if subject.dtype == torch.float64 and length == short:
                     _expect_slopes(module, inputs, found)
         # A pass costs several calls: of the lengths below those that every check tries, the longest will do.
@@ -68,12 +71,28 @@ def _finite_gradients(module: Module, inputs: Inputs, *, can_be_unread: bool = F
     found = gradients(module, inputs).by_name
     for name, gradient in found.items():
         if gradient is None:
-            if can_be_unread and name not in inputs.names and not _is_read(module, inputs, name):
+            is_unread = name not in inputs.names and not _is_read(module, inputs, name)
+            if is_unread and can_be_unread:
                 continue
-            raise Violation(f"no gradient reaches {name}", inputs.words())
+            hint = ", which no output reads at this length" if is_unread else ""
+            raise Violation(f"no gradient reaches {name}{hint}", inputs.words())
         if not gradient.isfinite().all():
             raise Violation(f"the gradient of {name} is not finite", inputs.words())
     return found
+
+
+def _expect_alone(module: Module, inputs: Inputs, found: Mapping[str, Tensor | None]) -> None:
+    """Check that an input gets the same gradient where no other asks for one, as beside a frozen context."""
+    size = torch.tensor(max(largest(gradient) for gradient in found.values() if gradient is not None))
+    allowed = 2 * rounding(size, inputs.num_terms, inputs.tensors[0].dtype)
+    for place, name in enumerate(inputs.names if len(inputs.names) > 1 else ()):
+        tensors = [tensor.clone() for tensor in inputs.tensors]
+        leaf, expected = tensors[place].requires_grad_(), found[name]
+        scalar = objective(*results(module, replace(inputs, tensors=tuple(tensors))))
+        alone = torch.autograd.grad(scalar, leaf, allow_unused=True)[0] if scalar.requires_grad else None
+        alone = torch.zeros_like(leaf) if alone is None else alone
+        if expected is not None and largest_error(alone, expected) > allowed:
+            raise Violation(f"another gradient of {name} where no other input asks for one", inputs.words())
 
 
 @torch.no_grad()
@@ -163,7 +182,7 @@ def wrong_slope(
     return None
 
 
-@check("large inputs give finite outputs and gradients")
+@check("large inputs and zeros give finite outputs and gradients")
 def _finite_on_large_inputs(subject: Subject) -> Finding:
     length = subject.lengths[-1]
     sizes = {torch.float64: 1e3, torch.float32: 1e2, torch.bfloat16: 1e2, torch.float16: 10.0}
@@ -171,13 +190,12 @@ def _finite_on_large_inputs(subject: Subject) -> Finding:
         for dtype in subject.dtypes:
             module = subject.module(build, seq_len=length, dtype=dtype)
             for inputs in subject.calls(build, length, dtype=dtype)[::2]:
-                size = sizes[dtype]
-                large = inputs.map(partial(torch.mul, other=size))
-                found = gradients(module, large)
-                for name, value in found.named():
-                    if value.isfinite().all():
-                        continue
-                    raise Violation(f"the {name} is not finite", f"{inputs.words()}, inputs of size {size:g}")
+                # Of zeros a norm is zero and has no slope: one type is enough, as nothing overflows.
+                for size in (sizes[dtype], 0.0) if dtype == subject.dtype else (sizes[dtype],):
+                    found = gradients(module, inputs.map(partial(torch.mul, other=size)))
+                    if found.not_finite:
+                        words = f"{inputs.words()}, inputs of size {size:g}"
+                        raise Violation(f"the {found.not_finite} is not finite", words)
     return passed()
 
 

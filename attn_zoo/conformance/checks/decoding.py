@@ -31,6 +31,9 @@ MOST_KEPT = 2
 SHORT_ENDS = (0, 3, 5, 7, 8, 11)
 """Prefills shorter than what a short convolution keeps, one after another."""
 
+FEW_STEPS = 4
+"""Place among the lengths of that which is stepped through in every type."""
+
 LONG_LEN = 300
 """Steps of the one long run: buffers have grown many times, and windows of 64, 128 or 256 have moved."""
 
@@ -100,6 +103,7 @@ def _decode(subject: Subject) -> Finding:
             _expect_pieces(*_started(subject, context, inputs), position)
     if not subject.is_shared_mixer:  # its state is that of an attention which is checked by itself
         _expect_long(subject, context)
+        _expect_other_dtypes(subject, build)
         if subject.capabilities.attention_dropout and subject.dropout_p:
             _expect_no_dropout(subject, replace(build, dropout_p=subject.dropout_p))
     if subject.capabilities.grouped_query:
@@ -141,6 +145,20 @@ def _expect_long(subject: Subject, build: BuildContext) -> None:
             rows, words = expected[..., end : end + output.shape[-2], :], f"{inputs.words()}: from position {end}"
             expect_close(output, rows, tolerance, "decoding differs from the causal forward", words)
             end += output.shape[-2]
+
+
+@torch.no_grad()
+def _expect_other_dtypes(subject: Subject, build: BuildContext) -> None:
+    """Check a few steps in the types that are timed, and a prefill of all without a state, which begins one."""
+    for dtype in subject.dtypes:
+        length = subject.lengths[min(FEW_STEPS, len(subject.lengths) - 1)]
+        module = subject.module(build, seq_len=length, dtype=dtype)
+        inputs = subject.inputs(build, length, dtype=dtype)
+        expected, start = call(module, inputs), module.init_state(2, device=subject.device, dtype=dtype)
+        output = torch.cat([part for part, _ in _read(module, inputs, [(range(length), False)], start)], dim=-2)
+        expect_same(inputs, output, expected, "decoding differs from the causal forward", ", step by step")
+        output, _ = read_positions(module, inputs, range(length), None, at_once=True)
+        expect_same(inputs, output, expected, "prefill differs from the causal forward", ", prefill without a state")
 
 
 @torch.no_grad()

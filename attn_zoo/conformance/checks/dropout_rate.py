@@ -105,12 +105,25 @@ def _dropout_rate(subject: Subject) -> Finding:
         is_seen = _expect_sound_draws(subject, replace(context, max_seq_len=length), length)
         _expect_finite(subject, context)
         if subject.form == "attention" and is_seen:
+            _expect_sound_draws_elsewhere(subject, replace(context, max_seq_len=length, dropout_p=RATES[0]), length)
             for build, span in list(subject.probes(context))[-1:]:
                 for dtype in subject.dtypes:
                     module = subject.make(replace(build, dropout_p=RATES[0]), seq_len=span, dtype=dtype)
                     inputs = subject.inputs(build, span, batch_size=1, dtype=dtype)
                     expect_sound_draws(module, inputs, subject.capabilities.dropout_unit)
     return passed(f"seen in {'single draws' if is_seen else 'the spread of the output'} at {length} tokens")
+
+
+def _expect_sound_draws_elsewhere(subject: Subject, build: BuildContext, length: int) -> None:
+    """Check one sequence across two, and one whose heads share keys."""
+    can, builds = subject.capabilities, list[BuildContext]()
+    if can.cross_attention and not build.is_causal:
+        builds.append(replace(build, is_cross=True))
+    if can.grouped_query:
+        builds.append(replace(build, num_heads=4, num_kv_heads=2))
+    for other in builds:
+        module, inputs = subject.make(other, seq_len=length), subject.inputs(other, length, batch_size=1)
+        expect_sound_draws(module, inputs, can.dropout_unit)
 
 
 def _expect_sound_draws(subject: Subject, build: BuildContext, length: int) -> bool:

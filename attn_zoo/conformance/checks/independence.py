@@ -13,9 +13,9 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.randomness import seeded_call
-from attn_zoo.conformance.inputs import Inputs, expect_same, random_like
+from attn_zoo.conformance.inputs import Inputs, expect_same, random_like, without_padding
 from attn_zoo.conformance.lengths import block_sizes
-from attn_zoo.conformance.subject import Module, Subject, gradients, has_routing, infer, weighted_sum
+from attn_zoo.conformance.subject import MaskKind, Module, Subject, gradients, has_routing, infer, weighted_sum
 from attn_zoo.conformance.tolerance import error_by_row, expect_close, largest, largest_error, rounding
 from attn_zoo.errors import UnsupportedError
 
@@ -24,6 +24,7 @@ FEW_POSITIONS = 6  # in the gate
 MANY = 17  # entries of one batch, as few kernels take at once
 MAX_TOKENS = 4096  # of all entries of a call that probes one length
 FEW_TOKENS = 1024  # in the gate
+LEAST_BLOCK = 16  # of kernels: where one begins, a mask is often off by one
 ORDINARY_BLOCKS = (64, 128, 256, 512)  # beside those that the options name
 
 
@@ -112,11 +113,12 @@ def _expect_permutation(module: Module, inputs: Inputs) -> None:
 
 
 def _positions(length: int, count: int) -> list[int]:
-    """Return `count` positions to disturb: all of a short sequence, else the ends and some between."""
+    """Return `count` positions to disturb: all of a short sequence, else the ends, where blocks begin, and others."""
     if length <= count:
         return list(range(length))
-    inner = torch.randperm(length - 4, generator=torch.Generator().manual_seed(0))[: count - 4] + 2
-    return sorted({0, 1, length - 2, length - 1, *inner.tolist()})
+    inner = torch.randperm(length - 4, generator=torch.Generator().manual_seed(0)) + 2
+    wanted = (0, 1, length - 2, length - 1, *range(LEAST_BLOCK, length, LEAST_BLOCK), *inner.tolist())
+    return sorted(list(dict.fromkeys(wanted))[:count])
 
 
 @check("future tokens change neither past outputs nor gradients")
@@ -133,6 +135,8 @@ def _causality(subject: Subject) -> Finding:
         for key_len in (subject.fit(length + 2), subject.lengths[-1]) if has_offset else ():
             if length < key_len <= causal.max_seq_len:
                 _expect_causal(module, subject, causal, length, key_len - length)
+    if (mask := subject.masks(subject.lengths[-1])[-1]) != "none":  # hides the first key: some queries see none
+        _expect_causal(module, subject, causal, subject.lengths[-1], 0, mask)
     for build, length in list(subject.probes(causal))[-1 if subject.is_fixed else 0 :]:
         _expect_causal_probe(subject.module(build, seq_len=length), subject, build, length)
     if subject.capabilities.causal == "masked":
@@ -140,9 +144,11 @@ def _causality(subject: Subject) -> Finding:
     return passed()
 
 
-def _expect_causal(module: Module, subject: Subject, build: BuildContext, length: int, offset: int) -> None:
+def _expect_causal(
+    module: Module, subject: Subject, build: BuildContext, length: int, offset: int, mask: MaskKind = "none"
+) -> None:
     """Check one length: query i may see keys up to i + offset, where offset = S - L."""
-    single = subject.inputs(build, length, key_len=length + offset, batch_size=1)
+    single = subject.inputs(build, length, key_len=length + offset, batch_size=1, mask=mask)
     count = FEW_POSITIONS if subject.is_fixed else MAX_POSITIONS
     positions = [position for position in _positions(length + offset, count) if position > offset]
     if not positions:
@@ -158,7 +164,7 @@ def _expect_causal(module: Module, subject: Subject, build: BuildContext, length
     if subject.capabilities.causal == "masked":  # what a query may choose from may change, what it then sees may not
         _expect_causal_gradient(module, single.repeated(len(cuts)), cuts, offset)
         return
-    output = infer(module, replace(batch, tensors=tuple(tensors)))
+    output = without_padding(batch, infer(module, replace(batch, tensors=tuple(tensors))))
     if not output[0].isfinite().all():
         raise Violation("the output is not finite for ordinary inputs", single.words())
     tolerance = rounding(output[0], single.num_terms)  # a row's place decides in which order its sums run
@@ -233,6 +239,7 @@ def _gradient_leaks(module: Module, batch: Inputs, positions: list[int], offset:
     """Return where a gradient reaches a token after a cut, by input and cut: True for more than rounding."""
 
     def before_cuts(output: Tensor) -> Tensor:
+        output = without_padding(batch, output)
         terms = [weighted_sum(output[n, ..., : cut - offset, :]) for n, cut in enumerate(positions)]
         return torch.stack(terms).sum()
 

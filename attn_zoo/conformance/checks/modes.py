@@ -96,19 +96,17 @@ def _expect_like_widest(subject: Subject, build: BuildContext, module: Module, i
         return  # the gate has compared this dtype with the reference
     wide = subject.make(build, seq_len=inputs.query_len, dtype=getattr(torch, widest)).eval()
     wide.load_state_dict(module.state_dict())
-    seed_generators(0)
-    expected = infer(wide, inputs.map(lambda tensor: tensor.to(getattr(torch, widest))))
-    seed_generators(0)
-    output = infer(module, inputs)
+    expected = _seeded(wide, inputs.map(lambda tensor: tensor.to(getattr(torch, widest))))
+    found = _seeded(module, inputs)
     # Each value passes through a few roundings of the working dtype, which softmax turns into relative errors.
     growth = 32.0 if is_half(dtype) else 64.0 + 64.0 * inputs.num_terms**0.5
-    allowed = growth * torch.finfo(dtype).eps * largest(expected)
-    off = error_by_row(output, expected) > allowed
-    if float(off.double().mean()) > FEW_ROWS:
-        raise Violation(
-            "another output in another dtype",
-            f"{inputs.words()}: {int(off.sum())} of {off.numel()} rows differ by more than {allowed:.2g} from {widest}",
-        )
+    true, size = dict(expected.named()), largest(expected.size)
+    for name, value in found.named():
+        allowed = growth * torch.finfo(dtype).eps * (largest(true[name]) if name == "output" else size)
+        off = error_by_row(value, true[name]) > allowed
+        if float(off.double().mean()) > FEW_ROWS:
+            few = f"{int(off.sum())} of {off.numel()} rows differ by more than {allowed:.2g} from {widest}"
+            raise Violation(f"another {name} in another dtype", f"{inputs.words()}: {few}")
 
 
 CHECKS = (_modes,)

@@ -68,6 +68,14 @@ def _matches_reference(subject: Subject) -> Finding:
         for inputs in offset_calls(subject, build):
             module = subject.module(build)
             _expect_reference(module, subject.in_float64(module, build), inputs)
+        # Rotary positions are inputs like others to what is called with heads.
+        for position in subject.capabilities.positions if not (subject.is_fixed or build.is_cross) else ():
+            if position == "none" or subject.is_shared_mixer or (position, subject.form) == ("rotary", "attention"):
+                continue
+            placed, length = replace(build, position=position), subject.lengths[-1]
+            module = subject.module(placed, seq_len=length)
+            truth_module = subject.in_float64(module, placed, seq_len=length)
+            _expect_reference(module, truth_module, subject.calls(placed, length)[-1])
     return passed(worst[1])
 
 

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
-from attn_zoo.conformance.inputs import Inputs, expect_same, padded_rows, random_like, random_tensor
+from attn_zoo.conformance.inputs import Inputs, expect_same, padded_rows, random_like, random_tensor, without_padding
 from attn_zoo.conformance.subject import Module, Subject, gradients, infer, weighted_sum
 from attn_zoo.conformance.tolerance import expect_close, largest, largest_error, rounding, same_shape_tolerance
 from attn_zoo.errors import UnsupportedError
 
 PATTERNS = ("nothing", "the start", "every other key", "all keys but one")
-"""What the entries of one batch pad."""
+"""What the entries of one batch pad, in turns."""
+
+MANY = 18
+"""Entries of one batch, as few kernels take at once; the last pads something."""
 
 _INFLUENCE = "values under key_padding_mask influence the output"
 _INFLUENCE_ON_GRADIENT = "values under key_padding_mask influence a gradient"
@@ -32,11 +35,6 @@ def _refusal(subject: Subject) -> Finding | None:
     length = subject.lengths[-1]
     module, inputs = subject.module(build, seq_len=length), subject.inputs(build, length).unpadded()
     return subject.refuses("key_padding_mask", "a call with key_padding_mask", lambda: infer(module, inputs))
-
-
-def _compared(inputs: Inputs, output: Tensor, mask: Tensor) -> Tensor:
-    """Return the output without the rows whose own query is padding: those may change where queries are keys."""
-    return output.masked_fill(padded_rows(output, mask), 0.0) if inputs.is_shared else output
 
 
 def _noisy(inputs: Inputs, mask: Tensor, size: float) -> Inputs:
@@ -91,11 +89,11 @@ def _expect_content_ignored_far(module: Module, inputs: Inputs) -> None:
     """Check one long call, with NaN and infinities alone."""
     mask = inputs.key_padding_mask
     assert mask is not None
-    expected = _compared(inputs, infer(module, inputs), mask)
-    found = gradients(module, inputs.poisoned(), weigh=lambda output: weighted_sum(_compared(inputs, output, mask)))
+    expected = without_padding(inputs, infer(module, inputs))
+    found = gradients(module, inputs.poisoned(), weigh=lambda output: weighted_sum(without_padding(inputs, output)))
     allowed = rounding(expected, inputs.num_terms)  # with a graph and without: not the same kernels everywhere
     words = f"{_words(inputs)}, when padded tokens became NaN and infinities"
-    expect_close(_compared(inputs, found.output, mask), expected, allowed, _INFLUENCE, words)
+    expect_close(without_padding(inputs, found.output), expected, allowed, _INFLUENCE, words)
     if name := replace(found, output=expected).not_finite:  # the rows of padding themselves may hold anything
         raise Violation(_INFLUENCE_ON_GRADIENT, f"{words}: the {name} is not finite")
 
@@ -108,14 +106,14 @@ def _expect_content_ignored(module: Module, inputs: Inputs, *, has_nan: bool = T
     others = {f"{size:g} x noise": _noisy(inputs, mask, size)}
     if has_nan:
         others["NaN and infinities"] = inputs.poisoned()
-    expected = _compared(inputs, infer(module, inputs), mask)
+    expected = without_padding(inputs, infer(module, inputs))
     if not expected.isfinite().all():
         if mask.all(-1).any():  # of an entry of padding only: another check's finding
             return
         raise Violation("an output is not finite under key_padding_mask", words)
     for content, other in others.items():
         became = f"{words}, when padded tokens became {content}"
-        output = _compared(inputs, infer(module, other), mask)
+        output = without_padding(inputs, infer(module, other))
         expect_close(output, expected, same_shape_tolerance(expected), _INFLUENCE, became)
     _expect_content_sends_no_gradient(module, inputs, words, is_poisoned=is_poisoned)
 
@@ -125,7 +123,7 @@ def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str
     assert mask is not None
 
     def weigh(output: Tensor) -> Tensor:
-        return weighted_sum(_compared(inputs, output, mask))
+        return weighted_sum(without_padding(inputs, output))
 
     found = gradients(module, inputs, weigh=weigh)
     for index in inputs.key_side:
@@ -148,13 +146,13 @@ def _expect_content_sends_no_gradient(module: Module, inputs: Inputs, words: str
 
 
 def _patterns(inputs: Inputs) -> Tensor:
-    """Return a mask of `PATTERNS`, each of which leaves a key."""
+    """Return a mask of `PATTERNS`, each of which leaves a key, again from the first where there are more."""
     mask = torch.zeros(len(PATTERNS), inputs.key_len, dtype=torch.bool)
     mask[1, : inputs.key_len // 2] = True
     mask[2, ::2] = True
     mask[3] = True
     mask[3, inputs.key_len // 2] = False
-    return mask.to(inputs.tensors[0].device)
+    return mask[torch.arange(inputs.batch_size) % len(PATTERNS)].to(inputs.tensors[0].device)
 
 
 @check("each entry is read under its own mask, whatever its pattern, and under that of this call")
@@ -166,7 +164,7 @@ def _padding_patterns(subject: Subject) -> Finding:
     for build in subject.contexts():
         lengths = [length for length in subject.lengths if length > 2] or [subject.lengths[-1]]
         for length in sorted({lengths[0], lengths[-1]}):
-            inputs = subject.calls(build, length, batch_size=len(PATTERNS))[0]
+            inputs = subject.calls(build, length, batch_size=MANY if length == lengths[0] else len(PATTERNS))[0]
             if inputs.key_len == 1:
                 continue
             inputs = inputs.under(_patterns(inputs))
@@ -179,11 +177,11 @@ def _padding_patterns(subject: Subject) -> Finding:
 def _expect_own_mask(module: Module, inputs: Inputs) -> None:
     mask = inputs.key_padding_mask
     assert mask is not None
-    together = _compared(inputs, infer(module, inputs), mask)
+    together = without_padding(inputs, infer(module, inputs))
     tolerance = rounding(together, inputs.num_terms)
-    for entry, pattern in enumerate(PATTERNS):
-        one = inputs.entry(entry)
-        alone = _compared(one, infer(module, one), mask[entry : entry + 1])[0]
+    for entry in dict.fromkeys((*range(len(PATTERNS)), inputs.batch_size - 1)):
+        one, pattern = inputs.entry(entry), PATTERNS[entry % len(PATTERNS)]
+        alone = without_padding(one, infer(module, one))[0]
         words = f"{inputs.words()}: entry {entry}, which pads {pattern}, when it was alone"
         expect_close(alone, together[entry], tolerance, "an entry is not read under its own mask", words)
 
@@ -207,7 +205,7 @@ def _expect_mask_read_again(subject: Subject, build: BuildContext, inputs: Input
         other = inputs.under(None if same is None else same.clone())
         expected, output = infer(fresh, other), infer(module, inputs.under(mask))
         if same is not None:
-            expected, output = (_compared(inputs, each, same) for each in (expected, output))
+            expected, output = (without_padding(other, each) for each in (expected, output))
         words = f"{inputs.words()}, where the mask {what}"
         expect_close(output, expected, same_shape_tolerance(expected), "a mask of an earlier call is used again", words)
 

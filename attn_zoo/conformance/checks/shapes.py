@@ -23,6 +23,8 @@ from attn_zoo.conformance.subject import (
     gradients,
     has_routing,
     infer,
+    is_own_reference,
+    reference_results,
     results,
     routing_of,
     weighted_sum,
@@ -92,7 +94,7 @@ def _odd_lengths(subject: Subject) -> Finding:
 
 
 FEW_QUERIES = 33
-SIZES = ((1, 6, 20), (2, 5, 8), (1, 3, 80))
+SIZES = ((1, 12, 20), (2, 5, 8), (1, 3, 80))
 """Batch size, heads and features of a head, which a variant may refuse: no powers of two among the heads."""
 
 
@@ -185,7 +187,14 @@ def _cross_attention(subject: Subject) -> Finding:
         return not_applicable("has one fixed length, so L and S cannot differ")
     short, long = subject.fit(3), subject.lengths[-1]
     module = subject.module(build)
-    for query_len, key_len in ((1, short), (short, 2 * short), (long, short), (short, long), (long, long)):
+    for query_len, key_len in (
+        (1, short),
+        (short, subject.fit(1)),
+        (short, 2 * short),
+        (long, short),
+        (short, long),
+        (long, long),
+    ):
         for mask in subject.masks(key_len):
             inputs = subject.inputs(build, subject.fit(query_len), key_len=key_len, mask=mask)
             expect_equals_reference(module, inputs, "cross-attention")
@@ -248,12 +257,14 @@ def _grouped_query(subject: Subject) -> Finding:
             "grouped_query", "building with num_kv_heads=2 of 4 heads", lambda: subject.make(grouped)
         )
     for build in subject.contexts():
-        for num_heads, num_kv_heads in ((4, 1), (4, 2), (6, 3)):
+        for num_heads, num_kv_heads in ((4, 1), (4, 2), (9, 3)):
             grouped = replace(build, num_heads=num_heads, num_kv_heads=num_kv_heads)
             length = subject.lengths[-1]
             module = subject.module(grouped, seq_len=length)
             for inputs in subject.calls(grouped, length):
-                expect_equals_reference(module, inputs, f"num_kv_heads={num_kv_heads} of {num_heads}")
+                words = f"num_kv_heads={num_kv_heads} of {num_heads}"
+                expect_equals_reference(module, inputs, words)
+                _expect_gradients_of_reference(module, inputs, words)
                 if subject.form == "mixer" or has_routing(module):  # a group may choose as one
                     continue
                 plain = subject.module(replace(grouped, num_kv_heads=num_heads), seq_len=length)
@@ -265,6 +276,23 @@ def _grouped_query(subject: Subject) -> Finding:
                 message = "grouped heads differ from the same heads repeated"
                 expect_same(inputs, infer(module, inputs), infer(plain, repeated), message)
     return passed()
+
+
+def _expect_gradients_of_reference(module: Module, inputs: Inputs, words: str) -> None:
+    """Check that a key that several heads read gets the gradients of all of them."""
+    if is_own_reference(module):
+        return
+    routing = routing_of(module, inputs)
+    expected = gradients(module, inputs, partial(reference_results, routing=routing))
+    found, allowed = (
+        gradients(module, inputs).by_name,
+        rounding(expected.size, inputs.num_terms, inputs.tensors[0].dtype),
+    )
+    for name in inputs.names:
+        true, other = expected.by_name[name], found[name]
+        if true is not None and (other is None or largest_error(other, true) > allowed):
+            message = f"{words}: the gradient of {name} differs from the readable reference's"
+            raise Violation(message, inputs.words())
 
 
 _Layout = Callable[[Tensor], Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 from attn_zoo.attention import BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.randomness import seeded_call
-from attn_zoo.conformance.inputs import Inputs, padding_mask
-from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, infer
+from attn_zoo.conformance.inputs import Inputs, expect_same, padding_mask, random_like
+from attn_zoo.conformance.subject import Module, Subject, call, count_forward, gradients, infer, results
 from attn_zoo.conformance.tolerance import largest_error, rounding, same_shape_tolerance
 from attn_zoo.discovery.global_state import TORCH_GENERATOR, changes, read_state, restored
 from attn_zoo.errors import counted
@@ -69,7 +70,39 @@ def _inputs_unchanged(subject: Subject) -> Finding:
                 raise Violation(f"changes its argument {name} in place", inputs.words())
             if tensor._version != version:
                 raise Violation(f"writes to its argument {name} in place", inputs.words())
+        _expect_unchanged_by_backward(module, inputs)
     return passed()
+
+
+class _Sends(torch.autograd.Function):
+    """A number whose backward sends a tensor itself; torch loads half a second of modules to be given one."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, upstream: Tensor) -> Tensor:
+        ctx.upstream = upstream
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        del gradient
+        return ctx.upstream, None
+
+
+def _expect_unchanged_by_backward(module: Module, inputs: Inputs) -> None:
+    """Check that a backward leaves the arguments and the gradient of the output, which residual paths share with it."""
+    leaves = inputs.leaves()
+    output = call(module, leaves)
+    if not output.requires_grad:
+        return
+    upstream = random_like(output, 99)
+    torch.autograd.grad(_Sends.apply(output, upstream), leaves.tensors, allow_unused=True)  # type: ignore[no-untyped-call]
+    named = {
+        **{name: pair for name, *pair in zip(inputs.names, leaves.tensors, inputs.tensors, strict=True)},
+        "the gradient of its output": [upstream, random_like(output, 99)],
+    }
+    for name, (tensor, old) in named.items():
+        if not torch.equal(tensor, old):
+            raise Violation(f"a call with its backward changes {name} in place", inputs.words())
 
 
 def _storage(tensor: Tensor) -> int:
@@ -105,7 +138,7 @@ def _expect_own_output(module: Module, inputs: Inputs) -> None:
         raise Violation("a call writes to the output of the call before", inputs.words())
 
 
-@check("neither the output nor the work of a call depends on the calls before")
+@check("neither output, gradients nor work of a call depend on other calls")
 def _no_memory(subject: Subject) -> Finding:
     if subject.is_shared_mixer:
         return not_applicable("the shared mixer keeps nothing; the attention in it is checked by itself")
@@ -186,6 +219,7 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
         repeat(f"after a call with {other.what}")
     gradients(module, inputs)
     repeat("after a backward")
+    _expect_own_backward(module, subject.make(build, seq_len=inputs.query_len), inputs)
     if build.dropout_p == 0:
         trained = seeded_call(subject.make(build, seq_len=inputs.query_len).train(), inputs, 0)
         gradients(module.train(), inputs)
@@ -201,6 +235,41 @@ def _expect_the_same(subject: Subject, build: BuildContext, module: Module, inpu
         repeat(f"called {counted(count + 1, 'time')} more")
     if not subject.is_fixed:
         _expect_as_much_work(module, inputs)
+        _expect_own_dtype(subject, build, inputs)
+
+
+def _expect_own_backward(module: Module, other: Module, inputs: Inputs) -> None:
+    """Check the backward of a call after further calls, of the module and of another one, as of the next layer."""
+    expected = gradients(module, inputs)
+
+    def with_others_between(module: Module, given: Inputs) -> tuple[Tensor, ...]:
+        found, flipped = results(module, given), given.map(lambda tensor: 3.0 * tensor.detach().flip(-2)).leaves()
+        for each in (module, other):
+            results(each, flipped)
+        return found
+
+    found, allowed = gradients(module, inputs, with_others_between), rounding(expected.size, inputs.num_terms)
+    for name, before in expected.by_name.items():
+        after = found.by_name[name]
+        if before is not None and not (after is not None and largest_error(after, before) <= 2 * allowed):
+            words = f"{inputs.words()}: the gradient of {name}"
+            raise Violation("a backward depends on calls after its own", words)
+
+
+def _expect_own_dtype(subject: Subject, build: BuildContext, inputs: Inputs) -> None:
+    """Check that a module may be cast after a call, as a trained one is: a table that it keeps must not stay behind."""
+    dtype = subject.dtypes[-1]
+    moved, fresh = (
+        subject.make(build, seq_len=inputs.query_len),
+        subject.make(build, seq_len=inputs.query_len, dtype=dtype),
+    )
+    infer(moved, inputs)
+    given = inputs.map(lambda tensor: tensor.to(dtype))
+    expected, output = infer(fresh, given), infer(moved.to(dtype), given)
+    message = "what a module keeps of a call in another dtype is used again"
+    if output.dtype != expected.dtype:
+        raise Violation(message, f"{given.words()}: the output is {output.dtype}")
+    expect_same(given, output, expected, message)
 
 
 def _expect_as_much_work(module: Module, inputs: Inputs) -> None:
