@@ -248,7 +248,8 @@ def _expect_own_backward(module: Module, other: Module, inputs: Inputs) -> None:
             results(each, flipped)
         return found
 
-    found, allowed = gradients(module, inputs, with_others_between), rounding(expected.size, inputs.num_terms)
+    found = gradients(module, inputs, with_others_between)
+    allowed = rounding(expected.size, inputs.num_terms, inputs.tensors[0].dtype)
     for name, before in expected.by_name.items():
         after = found.by_name[name]
         if before is not None and not (after is not None and largest_error(after, before) <= 2 * allowed):
