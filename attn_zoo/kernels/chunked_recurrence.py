@@ -1,8 +1,8 @@
 """Recurrences whose memory decays by the data, computed a chunk of positions at a time, and what comes before them.
 
     S_t = alpha_t S_{t-1} + ...,   0 < alpha_t <= 1 of each head
-Decays are kept as logarithms and subtracted, later minus earlier, before they are raised, so that a decay to nothing
-divides nothing (Dao and Gu 2024, arXiv 2405.21060, section 6).
+Decays are kept as logarithms and summed before they are raised, so that a decay to nothing divides nothing (Dao and Gu
+2024, arXiv 2405.21060, section 6).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def split_chunks(rows: Tensor, count: int, size: int) -> Tensor:
 def decay_in_chunk(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Return the decay that a chunk has seen by each position, and between each two.
 
-    Logarithms are summed from the start of the chunk and subtracted. After tokens that forget almost all, sums are in
-    the hundreds, and what float32 rounds off there is an error of every decay behind them. So sums are of float64, and
-    a difference is of their parts that float32 can tell, and of what these leave: two small errors, and no product or
-    `[C, C]` of float64.
+    Logarithms are summed from each position on, as in the authors' `segsum`. Differences of sums from the start of the
+    chunk would be cheaper, but after tokens that forget almost all those sums are in the hundreds: what float32 rounds
+    off there is an error of every decay behind them. In the backward the gradient of such a token, which is next to
+    nothing, would be a difference of large sums likewise.
 
     Args:
         log_decay: log alpha, `[B, H, n, C]`, finite and at most 0.
@@ -43,12 +43,9 @@ def decay_in_chunk(log_decay: Tensor) -> tuple[Tensor, Tensor]:
         is what is left at the end of the chunk.
     """
     size = log_decay.shape[-1]
-    since = log_decay.double().cumsum(-1)[..., None]
-    coarse = since.detach().to(log_decay.dtype)  # no gradient: the rest has all of it
-    rest = (since - coarse).to(log_decay.dtype)
-    is_future = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu(1)
-    between = (coarse - coarse.mT + (rest - rest.mT)).masked_fill(is_future, float("-inf")).exp()
-    return since.to(log_decay.dtype).exp(), between
+    is_seen = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
+    since = log_decay[..., None].where(is_seen.tril(-1), 0.0).cumsum(-2)  # [B, H, n, C, C]
+    return log_decay.cumsum(-1)[..., None].exp(), since.masked_fill(~is_seen, float("-inf")).exp()
 
 
 def memories(factor: Tensor, addition: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def linear_attention_state_bytes(shape: Shape, itemsize: int) -> int:
         is_permutation_invariant=True,
         is_padding_invariant=True,
         dropout_unit="tokens",
-        why={"positions": "a bias by distance does not split into a factor of the query and one of the key"},
+        why={"positions": "its weights are no exponentials of scores, to which a bias by distance could be added"},
     ),
     complexity=Complexity(
         time="B H (L + S) D^2 (causal: B H L (C + D) D)",

@@ -113,7 +113,7 @@ def lstm_state_bytes(shape: Shape, itemsize: int) -> int:
             "It is no approximation of softmax attention: no budget makes the two equal.",
             "It has the forget gate of Gers et al. 2000, tanh for both squashing functions, and no peepholes.",
             "Gradients flow through all of time; the paper cuts them at the gates.",
-            "Without a causal mask two LSTMs of half the width read in opposite directions (Graves et al. 2005).",
+            "Without a causal mask two LSTMs of half the width read in opposite ways (Graves and Schmidhuber 2005).",
             "There are no attention weights: dropout acts on what goes up, not along time (Zaremba et al. 2014).",
         ),
     ),

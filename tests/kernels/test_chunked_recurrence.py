@@ -53,6 +53,20 @@ def test_weak_decays_keep_their_digits_behind_strong_ones(strong: float):
         assert error < 4 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("strong", [20.0, 80.0, 1e4])
+def test_the_gradient_of_a_strong_decay_keeps_its_digits(strong: float):
+    """A rate that all logarithms are multiplied by weighs the gradient of each with it, the strongest most."""
+    generator = torch.Generator().manual_seed(0)
+    log_decay = -0.05 * torch.rand(1, 1, 1, 64, generator=generator)
+    log_decay[..., 20::10] -= strong
+    weights, results = torch.randn(1, 1, 1, 64, 64, generator=generator), []
+    for leaf in (log_decay.requires_grad_(), log_decay.detach().double().requires_grad_()):
+        (gradient,) = torch.autograd.grad(decay_in_chunk(leaf)[1], leaf, weights.to(leaf))
+        results.append((gradient * leaf.detach()).double())
+    found, exact = results
+    assert (found - exact).abs().max() < 8 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
 def test_chunks_are_filled_up_with_zeros():
     assert chunk_sizes(10, 4) == (3, 4)
     assert chunk_sizes(3, 4) == (1, 3)

@@ -200,7 +200,7 @@ def test_which_path_ran():
 
 
 def test_refusals():
-    with pytest.raises(UnsupportedError, match="does not split into a factor"):
+    with pytest.raises(UnsupportedError, match="no exponentials of scores"):
         make(build={"position": "alibi"})
     with pytest.raises(ConfigError, match="eps: expected more than 0"):
         make(eps=0.0)

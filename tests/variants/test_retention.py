@@ -91,6 +91,20 @@ def test_what_came_before_padding_decays_over_it():
     assert (mixer(hidden, key_padding_mask=mask) - mixer(hidden)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_reference_decays_in_16_bits_as_in_64(dtype: torch.dtype):
+    """The last of eight heads has gamma = 1 - 2^-12, which 16 bits round to 1."""
+    torch.manual_seed(0)
+    context = BuildContext(embed_dim=32, num_heads=8, max_seq_len=1000, is_causal=True)
+    mixer: Any = build_mixer("retention", context).to(dtype).eval()
+    hidden = torch.randn(1, 1000, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        narrow = mixer.reference(hidden)
+        wide = mixer.double().reference(hidden.double())
+    assert narrow.dtype == dtype
+    assert (narrow.double() - wide).abs().max() < 4 * torch.finfo(dtype).eps * wide.abs().max()
+
+
 def test_features_are_turned_in_pairs():
     with pytest.raises(ConfigError, match="head_dim: expected an even number"):
         make(head_dim=5)
