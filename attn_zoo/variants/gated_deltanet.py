@@ -11,7 +11,7 @@ where u_t, what is new about v_t, is its difference from what the memory would a
 A chunk of C positions at a time (`gated_delta_rule`) the u of a chunk solve one triangular system, as in Yang et al.
 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv 2406.06484.
 Symbols: V = D `value_factor` is the width of values.
-Cost: time O(B H L (C + D) (D + V)); memory O(B H L (C + D + V)); decode state O(B H D V).
+Cost: time O(B H L (C + D) (D + V)); memory O(B H L (C + D + V + D V / C)); decode state O(B H D V).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def gated_deltanet_state_bytes(shape: Shape, itemsize: int) -> int:
     ),
     complexity=Complexity(
         time="B H L (C + D) (D + V)",
-        memory="B H L (C + D + V)",
+        memory="B H L (C + D + V + D V / C)",
         time_exponent=1,
         memory_exponent=1,
         sequential_ops="L / C",

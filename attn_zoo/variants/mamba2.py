@@ -11,7 +11,7 @@ projections z, x, B, C and dt of the hidden states:
 The chunkwise form (section 6) is dual inside chunks of Q positions, recurrent between them.
 Symbols: the paper's chunk of Q positions is our C where no key is meant, its head width P our V = D `expand`; N is the
 `state_dim`.
-Cost: time O(B L (C (N + H V) + N H V)); memory O(B H L (C + V)); decode state O(B H N V).
+Cost: time O(B L (C (N + H V) + N H V)); memory O(B L (H (C + V + N V / C) + N)); decode state O(B H N V).
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def mamba2_state_bytes(shape: Shape, itemsize: int) -> int:
     ),
     complexity=Complexity(
         time="B L (C (N + H V) + N H V)",
-        memory="B H L (C + V)",
+        memory="B L (H (C + V + N V / C) + N)",
         time_exponent=1,
         memory_exponent=1,
         sequential_ops="L / C",

@@ -7,7 +7,7 @@ equations 5 to 8. For each head, with queries and keys turned by angles proporti
     chunkwise (7)   the parallel form inside chunks of C positions, the recurrent one between them
     multi-scale (8) out = (swish(X W_G) * GroupNorm_h(Y_1 .. Y_H)) W_O,   gamma_h = 1 - 2^(-5-h), h = 0 .. H - 1
 Symbols: the paper's chunk of B positions is our C, its d is our D; V = D `value_factor` is the width of values.
-Cost: time O(B H L (C + D) V); memory O(B H L (C + V)); decode state O(B H D V).
+Cost: time O(B H L (C + D) V); memory O(B H L (C + V + D V / C)); decode state O(B H D V).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def retention_state_bytes(shape: Shape, itemsize: int) -> int:
     ),
     complexity=Complexity(
         time="B H L (C + D) V",
-        memory="B H L (C + V)",
+        memory="B H L (C + V + D V / C)",
         time_exponent=1,
         memory_exponent=1,
         sequential_ops="sqrt(L)",
