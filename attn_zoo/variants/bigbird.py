@@ -23,13 +23,15 @@ from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.blocks.layout import BlockLayout
 from attn_zoo.kernels.cached_launch import remembered
-from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+from attn_zoo.metadata import NEVER, Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BigBirdConfig(VariantConfig):
-    """The paper's base model (appendix E, table 8).
+    """The paper's base model in mode itc (appendix E, table 8).
+
+    Its base model in mode etc has b = 84, 256 extra tokens, and no random blocks.
 
     Args:
         block_size: b, tokens in a block; the last block of a sequence may be shorter.
@@ -76,10 +78,17 @@ class BigBirdConfig(VariantConfig):
         return capabilities
 
     def claim(self, complexity: Complexity) -> Complexity:
-        """Return longer paths where no token sees all and is seen by all: the extra ones of mode etc are keys alone."""
+        """Return longer paths where no token sees all and is seen by all: the extra ones of mode etc are keys alone.
+
+        Nor does a global one of the causal form see what comes after it. There random blocks help with long ways only:
+        of N earlier blocks one is drawn from the last d with probability d / N, so up to d = sqrt(N) or so the window
+        alone leads back, step by step.
+        """
+        near = "L / C" if self.num_window_blocks > 1 else NEVER
+        path, causal = ("log L", "sqrt(L)") if self.num_random_blocks else (near, near)
         if self.mode == "itc" and self.num_global_blocks:
-            return complexity
-        return replace(complexity, max_path="log L" if self.num_random_blocks else "L / C")
+            path = "2"
+        return replace(complexity, max_path=path if path == causal else f"{path} (causal: {causal})")
 
     @property
     def num_extra_tokens(self) -> int:
@@ -168,7 +177,7 @@ def bigbird_bytes(shape: Shape, itemsize: int) -> int:
         time_exponent=1,
         memory_exponent=1,
         sequential_ops="1",
-        max_path="2 (causal: log L)",
+        max_path="2 (causal: sqrt(L))",
         flops=bigbird_flops,
         backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
         bytes=bigbird_bytes,
@@ -191,7 +200,7 @@ def bigbird_bytes(shape: Shape, itemsize: int) -> int:
             "Mode etc as in the paper, with tokens that live through all layers: put them first and use mode itc.",
             "The causal form is ours, the paper has an encoder only: window and global parts are cut to j <= i.",
             "There global blocks gather nothing from behind them, so paths lead through random blocks too.",
-            "In the causal form random blocks are drawn from the past.",
+            "In the causal form random blocks are drawn from the past, and paths grow as sqrt(L).",
             "Padding is hidden exactly; the authors add -10000 to its scores.",
         ),
     ),

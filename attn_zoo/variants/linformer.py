@@ -193,6 +193,7 @@ def make_linformer_mixer(config: LinformerConfig, build: BuildContext) -> Abstra
         cross_attention=True,
         key_padding_mask=True,
         grouped_query=True,
+        is_padding_invariant=True,
         dropout_unit="summaries",
         why={
             "causal": "each compressed key mixes all positions",

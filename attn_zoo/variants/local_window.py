@@ -9,7 +9,7 @@ Cost: time O(B H L W D), memory beyond inputs and outputs O(B H L); decode state
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from attn_zoo.attention.oracle import expand_kv_heads
 from attn_zoo.kernels.blocks.block_attention import block_sparse_attention
 from attn_zoo.kernels.blocks.call import Backend
 from attn_zoo.kernels.blocks.layout import TokenLayout
-from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
+from attn_zoo.metadata import NEVER, Capabilities, Complexity, Reference, Shape
 from attn_zoo.registry import VariantConfig, register_attention
 
 
@@ -49,6 +49,10 @@ class LocalWindowConfig(VariantConfig):
         if self.backend != "flex":
             return capabilities
         return capabilities.without(attention_dropout="backend 'flex' has none")
+
+    def claim(self, complexity: Complexity) -> Complexity:
+        """Return that no two tokens ever meet where each sees itself alone."""
+        return complexity if self.window_size else replace(complexity, max_path=NEVER)
 
     @property
     def block_size(self) -> int:
@@ -94,6 +98,7 @@ def local_window_state_bytes(shape: Shape, itemsize: int) -> int:
         key_padding_mask=True,
         decode="kv_cache",
         grouped_query=True,
+        is_padding_invariant=True,
         positions=("none", "rotary", "alibi"),
         why={"cross_attention": "a window is a place in one sequence, and positions of two sequences do not compare"},
     ),

@@ -1,11 +1,11 @@
 """Performer: the weights of softmax attention, estimated by positive random features (FAVOR+).
 
-Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv 2009.14794, equations 2, 5 and 7.
+Choromanski et al. 2021, "Rethinking Attention with Performers", arXiv 2009.14794, equations 4, 5 and 7.
     exp(q k / sqrt(D)) = E_w [ phi_w(q) phi_w(k) ],   phi_w(x) = exp(w x - |x|^2 / 2),   x over D^(1/4),   w ~ N(0, 1)^D
     out_i = sum_r phi_r(q_i) (sum_j phi_r(k_j) v_j) / (sum_r phi_r(q_i) sum_j phi_r(k_j)),   r = 1 .. m
 The rows w_r are orthogonal within each block of D (section 2.4), which lowers the variance. `"relu"` replaces the
 estimate by weights of their own, phi_r(x) = max(w_r x, 0) + 0.001: the paper's generalised attention.
-The causal form sums j <= i, in chunks of C positions (`kernels.feature_sums`). Symbols: the paper's d is our D.
+The causal form (equation 2) sums j <= i, in chunks of C positions (`kernels.feature_sums`). The paper's d is our D.
 Cost: time O(B H (L + S) m D), causal O(B H L (m + C) (m + D)); memory O(B H L m); decode state O(B G m D).
 """
 
@@ -151,7 +151,7 @@ def draw_rows(count: int, dim: int, seed: int) -> Tensor:
         authors="Choromanski et al.",
         year=2021,
         url="https://arxiv.org/abs/2009.14794",
-        equation="2, 5, 7",
+        equation="2, 4, 5, 7",
         code="https://github.com/google-research/google-research/tree/master/performer",
         deviations=(
             "The rows w are drawn once, for each layer, by the seed; the authors' code draws them anew in every call.",
@@ -159,7 +159,7 @@ def draw_rows(count: int, dim: int, seed: int) -> Tensor:
             "A feature is divided by its largest key's, where the authors' code divides all by the largest of all.",
             "Causal features are not divided, as that key may be a later one.",
             "So those of causal keys with |k|^2 above 200 sqrt(D) die out, and rows that see no others are near zero.",
-            "Generalised attention projects x over D^(1/4); the code of Long Range Arena does neither.",
+            "Generalised attention projects x over D^(1/4); by default the authors' code does neither.",
             "Dropout on attention weights drops keys for all queries of a head alike, as single weights never exist.",
             "Features and sums are kept in float32 at least, whatever the dtype of queries, keys and values.",
         ),
@@ -229,7 +229,7 @@ class Performer(AbstractAttention):
         return feature_sums.attend(*features, eps=EPS, chunk_len=chunk_len).to(query.dtype)
 
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Compute equation 2 with its weights written out, dense, without dropout; in float32 at least."""
+        """Compute equation 4 with its weights written out, dense, without dropout; in float32 at least."""
         dtype = query.dtype
         query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
         key, value = (expand_kv_heads(blank_padding(x, key_padding_mask), query.shape[1]) for x in (key, value))

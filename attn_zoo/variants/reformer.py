@@ -6,7 +6,8 @@ Kitaev et al. 2020, "Reformer: The Efficient Transformer", arXiv 2001.04451, sec
     P_i = union of all P_i^r without i itself, or i alone where nothing else is left; causal only j <= i
     out_i = softmax over j in P_i of (q_i k_j) v_j,   k_j = q_j / |q_j|
 Chunks are C consecutive tokens of the order by bucket, then position. Queries are their own keys, so that there is one
-projection less; a query's norm is its temperature, and scores have no factor 1 / sqrt(D), as printed.
+projection less. A query's norm is its temperature: scores have no factor 1 / sqrt(D), which the paper leaves out "for
+clarity" and the authors' code makes up for by keys of length sqrt(D).
 Rounds are computed one by one and merged by their log-sum-exp. A pair that several rounds see is left to the first of
 them; the appendix divides it by their number in each, which is the same sum. Symbols: the paper's l is our L, its m our
 C, its n_buckets b = 2 L / C.
@@ -188,13 +189,14 @@ def choose_buckets(query: Tensor, rotations: Tensor, config: ReformerConfig, pad
         authors="Kitaev et al.",
         year=2020,
         url="https://arxiv.org/abs/2001.04451",
-        equation="2-11",
+        equation="2-6, 11-16",
         code="https://github.com/google/trax",
         deviations=(
             "LSH attention alone; the paper's model also has reversible layers and feed-forward networks in chunks.",
             "R is drawn once, by the seed, for all heads of a layer; the authors draw for each head and each call.",
             "Keys are divided by the root of the mean square + 10^-6, and by sqrt(D), as in the authors' code.",
             "As printed, other buckets are hidden and no pair counts twice; the authors' later code does neither.",
+            "A pair is shared by rounds whose chunks show it; the printed N_ij counts all where it has one bucket.",
             "The first chunk has none before it; in the authors' code that is the last one.",
             "One hash for any number of buckets; above 128 the authors' code combines two smaller ones.",
             "Dropout draws for every pair; the authors' code draws once for all chunks.",

@@ -221,9 +221,9 @@ class SinkhornState:
         deviations=(
             "No Gumbel noise is added to R in training: without dropout a call draws nothing.",
             "The sorting network is one linear map of keys, as in the authors' code; the paper's has layers and ReLU.",
-            "It has no bias: what is the same in a column, balancing takes away; the causal form has none either.",
+            "It has no bias: balanced to the end, S would not depend on one; after k steps, or causal, it would.",
             "The causal form normalises rows alone; the paper balances columns too, whose sums hold later rows.",
-            "One softmax over both blocks; the authors' code adds two attentions.",
+            "One softmax over both blocks; as printed, their scores are added; the authors' code adds two attentions.",
             "In that code S shares no index with the blocks, so that each sorted block is the sum of all of them.",
             "Padding is zero in what is sorted, and hidden where every block has it; blocks of padding stay in place.",
             "No SortCut, which attends to the first sorted blocks only, and no mixture with softmax attention.",

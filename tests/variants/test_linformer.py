@@ -239,6 +239,7 @@ def test_padding_never_matters(options: dict[str, Any], garbage: float):
     mask = torch.cat([mask, torch.ones(2, 30, dtype=torch.bool)], 1)
     stretched = attention(query, *(torch.cat([x, longer], 2) for x in dirty), key_padding_mask=mask)
     torch.testing.assert_close(stretched, expected, rtol=1e-12, atol=1e-12)
+    assert variants["linformer"].capabilities.is_padding_invariant
 
 
 @pytest.mark.parametrize("options", EVERY, ids=str)

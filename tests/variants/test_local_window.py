@@ -14,6 +14,8 @@ from attn_zoo.attention import AbstractAttention
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.attention.masks import alibi_slopes
 from attn_zoo.attention.oracle import softmax_attention
+from attn_zoo.conformance import measure_complexity
+from attn_zoo.registry import variants
 from attn_zoo.variants.local_window import LocalWindowConfig, local_window_flops, local_window_state_bytes
 
 BATCH, HEADS, DIM = 2, 2, 8
@@ -74,6 +76,15 @@ def test_both_paths_are_the_definition(length: int, reach: int, is_causal: bool,
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_the_length_that_is_padded_to_does_not_matter(is_causal: bool):
+    module, inputs = make(is_causal, window_size=5), draw(40)
+    padding = (torch.arange(40) >= 21).expand(BATCH, -1)
+    expected = module(*(x[:, :, :21] for x in inputs))
+    torch.testing.assert_close(module(*inputs, key_padding_mask=padding)[:, :, :21], expected, rtol=0, atol=1e-13)
+    assert variants["local_window"].capabilities.is_padding_invariant
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_alibi_and_grouped_heads_are_the_definition(is_causal: bool):
     module = make(is_causal, build={"position": "alibi", "num_kv_heads": 1}, window_size=7)
     inputs = draw(50, num_kv_heads=1)
@@ -129,6 +140,12 @@ def test_flops_count_the_visible_pairs(length: int, reach: int, is_causal: bool)
     pairs = sum(1 for i in range(length) for j in range(length) if abs(i - j) <= reach and (j <= i or not is_causal))
     config = LocalWindowConfig(window_size=reach)
     assert local_window_flops(build.shape(3, length, config=config)) == 4 * 3 * 2 * 8 * pairs
+
+
+@pytest.mark.parametrize(("reach", "path"), [(0, "never"), (1, "L / W"), (5, "L / W")])
+def test_the_claimed_path_is_what_is_measured(reach: int, path: str):
+    assert variants["local_window"].complexity_of(LocalWindowConfig(window_size=reach)).max_path == path
+    assert not any(row.max_path.is_contradicted for row in measure_complexity("local_window", {"window_size": reach}))
 
 
 def test_blocks_are_smaller_than_the_window():

@@ -62,7 +62,7 @@ def chunk_places(query: Tensor, rotation: Tensor, config: ReformerConfig) -> lis
 
 
 def attend(query: Tensor, value: Tensor, mixer: Reformer) -> Tensor:
-    """Write equations 7 to 11 out for the tokens of one head, `[n, D]`, pair by pair."""
+    """Write equations 12 to 16 out for the tokens of one head, `[n, D]`, pair by pair."""
     config, count = mixer.config, len(query)
     key = torch.stack([row / math.sqrt(float(row @ row) + EPS * DIM) for row in query])
     scores = (query @ key.mT).tolist()
