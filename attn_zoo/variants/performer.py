@@ -132,7 +132,7 @@ def draw_rows(count: int, dim: int, seed: int) -> Tensor:
         is_permutation_invariant=True,
         is_padding_invariant=True,
         dropout_unit="tokens",
-        why={"positions": "a bias by distance does not split into a factor of the query and one of the key"},
+        why={"positions": "a bias by |i - j| does not split into a factor of the query and one of the key"},
     ),
     complexity=Complexity(
         time="B H (L + S) m D (causal: B H L (m + C) (m + D))",
