@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attn_zoo.kernels.dropout_draws import draw, keep_share
 from attn_zoo.kernels.once_differentiable import once_differentiable
@@ -115,13 +114,6 @@ def attend_rows(
     if chunk_len >= query.shape[2]:
         return attend(query, key, value, range(query.shape[2]))
     note_path("chunked")
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if torch.compiler.is_compiling() and needs_grad:  # it cannot trace a backward pass that asks autograd
-        parts = []
-        for rows, num_keys in _chunks(query.shape[2], key.shape[2], chunk_len, is_causal):
-            given = query[:, :, rows.start : rows.stop], key[:, :, :num_keys], value[:, :, :num_keys]
-            parts.append(checkpoint(attend, *given, rows, use_reentrant=False))
-        return torch.cat(parts, dim=2)
     output: Tensor = _Rows.apply(query, key, value, attend, chunk_len, is_causal)
     return output
 
