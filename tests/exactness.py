@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,3 +31,17 @@ def assert_exact(actual: Tensor, plain: Tensor, exact: Tensor, what: str = "outp
     allowed = times * worst(plain, exact) + rounding
     error = worst(actual, exact)
     assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g}"
+
+
+def assert_transforms_as_autograd(mixer: Callable[[Tensor], Tensor], entries: Tensor) -> None:
+    """Compare `torch.func`'s gradients of each of the entries `[N, B, L, E]`, and a derivative, with autograd."""
+
+    def loss(hidden: Tensor) -> Tensor:
+        return mixer(hidden).sin().sum()
+
+    of_all = torch.func.vmap(torch.func.grad(loss))(entries)
+    change = torch.func.jvp(loss, (entries[0],), (entries[0],))[1]
+    for entry, found in zip(entries, of_all, strict=True):
+        leaf = entry.clone().requires_grad_()
+        torch.testing.assert_close(found, *torch.autograd.grad(loss(leaf), leaf))
+    torch.testing.assert_close(change, (of_all[0] * entries[0]).sum())

@@ -16,6 +16,7 @@ from attn_zoo.measure.flop_count import count_operations
 from attn_zoo.registry import variants
 from attn_zoo.training import run_training
 from attn_zoo.variants.fourier_mixing import fourier_mixing_flops
+from tests.exactness import assert_transforms_as_autograd
 from tests.training.toy_task import cell, toy_task
 
 
@@ -147,18 +148,7 @@ def test_one_graph_for_the_compiler():
 
 
 def test_transforms_of_functions_agree_with_autograd():
-    mixer, entries = make(7), torch.stack([draw(2, 7), draw(2, 7).cos()])
-
-    def loss(hidden: Tensor) -> Tensor:
-        output: Tensor = mixer(hidden)
-        return output.sin().sum()
-
-    of_all = torch.func.vmap(torch.func.grad(loss))(entries)
-    change = torch.func.jvp(loss, (entries[0],), (entries[0],))[1]
-    for entry, found in zip(entries, of_all, strict=True):
-        leaf = entry.clone().requires_grad_()
-        torch.testing.assert_close(found, *torch.autograd.grad(loss(leaf), leaf))
-    torch.testing.assert_close(change, (of_all[0] * entries[0]).sum())
+    assert_transforms_as_autograd(make(7), torch.stack([draw(2, 7), draw(2, 7).cos()]))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

@@ -19,6 +19,7 @@ from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.registry import variants
 from attn_zoo.training import run_training
 from attn_zoo.variants.s4d import StateSpace, convolve, gather, respond, transform_size
+from tests.exactness import assert_transforms_as_autograd
 from tests.training.toy_task import cell, toy_task
 
 BATCH, EMBED = 2, 3
@@ -403,18 +404,7 @@ def test_one_graph_for_the_compiler_with_gradients():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_transforms_of_functions_agree_with_autograd(is_causal: bool):
-    mixer, entries = make(is_causal), torch.stack([draw(13), draw(13, seed=1)])
-
-    def loss(hidden: Tensor) -> Tensor:
-        output: Tensor = mixer(hidden)
-        return output.sin().sum()
-
-    of_all = torch.func.vmap(torch.func.grad(loss))(entries)
-    change = torch.func.jvp(loss, (entries[0],), (entries[0],))[1]
-    for entry, found in zip(entries, of_all, strict=True):
-        leaf = entry.clone().requires_grad_()
-        torch.testing.assert_close(found, *torch.autograd.grad(loss(leaf), leaf))
-    torch.testing.assert_close(change, (of_all[0] * entries[0]).sum())
+    assert_transforms_as_autograd(make(is_causal), torch.stack([draw(13), draw(13, seed=1)]))
 
 
 @torch.no_grad()
