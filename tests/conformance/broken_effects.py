@@ -164,22 +164,19 @@ class _Scores(torch.autograd.Function):
 
 
 class KeepsForBackward(Softmax):
+    """Itself sound: what a backward needs belongs to its call."""
+
     is_workspace = False
 
     def kept(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+        return {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         scores: Tensor = _Scores.apply(query, key, self.kept(), self.is_workspace) * query.shape[-1] ** -0.5
         return scores.softmax(-1) @ value
 
 
-class SoundKeepsForBackward(KeepsForBackward):
-    def kept(self) -> dict[str, Tensor]:
-        return {}
-
-
-class UsesItsQueryAsWorkspace(SoundKeepsForBackward):
+class UsesItsQueryAsWorkspace(KeepsForBackward):
     is_workspace = True
 
 

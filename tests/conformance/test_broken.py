@@ -11,7 +11,7 @@ from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture,
 from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
 from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
-from tests.conformance.broken_effects import EFFECTS, SoundEffects, SoundKeepsForBackward
+from tests.conformance.broken_effects import EFFECTS, KeepsForBackward, SoundEffects
 from tests.conformance.broken_lengths import LENGTHS, SOUND_LENGTHS
 from tests.conformance.broken_modes import GRADIENTS, MODES
 from tests.conformance.broken_padding import PADDING, SOUND_PADDING
@@ -65,7 +65,7 @@ SOUND = (
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
     *SOUND_DROPOUT,
     Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
-    Broken(cls=SoundKeepsForBackward, check=""),
+    Broken(cls=KeepsForBackward, check=""),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),
     Broken(cls=OnlyCausal, check="", capabilities={"bidirectional": False, "causal": True, "key_padding_mask": True}),
     Broken(cls=OnlyMultiples, check="", capabilities={**EVERY_YES, "seq_len_multiple": 24}),
