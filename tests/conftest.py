@@ -104,17 +104,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _slow_first(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Return the tests so that each of several workers begins with files that have slow ones.
+    """Return the tests so that half of several workers begin with files that have slow ones, the others without.
 
     Each gets an equal part of the list, and who is done takes over the end of another's. A slow one there would run
-    when the others have nothing left.
+    when the others have nothing left. It mostly waits for processes of its own: not all workers should at once.
     """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    paths = [path for path, _ in slow.most_common()]
+    paths, num_first = [path for path, _ in slow.most_common()], num_workers // 2
     rest = iter([item for item in items if item.path not in slow])
     ordered: list[pytest.Item] = []
     for worker in range(num_workers):
-        part = [item for path in paths[worker::num_workers] for item in items if item.path == path]
+        own = paths[worker::num_first] if worker < num_first else []
+        part = [item for path in own for item in items if item.path == path]
         size = (len(items) - len(ordered)) // (num_workers - worker)
         ordered += [*part, *islice(rest, max(0, size - len(part)))]
     return [*ordered, *rest]

@@ -66,7 +66,7 @@ def run_checks(
     Args:
         name: a registered variant.
         options: of the variant; None means the sets its config names in `check_options`, each one layer deeper than
-            the one before: patterns may differ by layer.
+            the one before: patterns may differ by layer. The shared mixer is tried around an attention of the first.
         device: to run on.
         checks: names of checks; None means all.
         embed_dim: E of the builds.
@@ -151,7 +151,10 @@ def _subjects(
     config = make_config(variant.config, options, variant.name)
     capabilities = variant.capabilities_of(config)
     multiple = capabilities.seq_len_multiple
-    forms: list[Form] = ["mixer"] if variant.attention is None else ["attention", "mixer"]
+    own: tuple[Form, ...] = ("mixer",) if variant.attention is None else ("attention", "mixer")
+    forms = [form for form in own if form in check.forms]
+    if index and variant.mixer is None:  # the shared mixer knows no options of an attention: one set is enough for it
+        forms = forms[:1]
     names = [name for name in _WIDEST_FIRST if name in capabilities.dtypes and name in FLOAT_DTYPES]
     few = {"mixer"} if variant.mixer is None else set()
     lengths = FEW_LENGTHS if index else LENGTHS
@@ -169,7 +172,6 @@ def _subjects(
             may_refuse=is_given or index > 0,
         )
         for form in forms
-        if form in check.forms
     ]
 
 

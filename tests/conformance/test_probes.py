@@ -23,8 +23,8 @@ LEN = 1500
 FAR = 1000  # beyond every length of the gate
 
 
-def checked(name: str, seq_len: int = LEN, **changes: Any) -> tuple[str, ...]:
-    """Make the first call of a cell as its trial does; return what was checked."""
+def checked(name: str, seq_len: int = LEN, *, is_gated: bool = True, **changes: Any) -> tuple[str, ...]:
+    """Make the first call of a cell as its trial does, or without the gate before it; return what was checked."""
     plain = {"scope": "attention", "pass_": "fwd_bwd", "dtype": "float32", "is_causal": False, "batch_size": 1}
     fields: dict[str, Any] = plain | changes
     cell = Cell(
@@ -39,7 +39,7 @@ def checked(name: str, seq_len: int = LEN, **changes: Any) -> tuple[str, ...]:
         **fields,
     )
     workload = make_call_workload(cell)
-    gated = workload.gate()
+    gated = workload.gate() if is_gated else ()
     call, setup = workload.make_call()
     if setup is not None:
         setup()
@@ -264,13 +264,13 @@ def test_a_few_rows_that_no_rounding_explains_are_stopped(monkeypatch, cls, dtyp
     monkeypatch.setattr(probes, "REFERENCE_PAIRS", 0)
     promises = {"key_padding_mask": True, "is_padding_invariant": True, **HALF}
     with registered(Broken(cls=cls, check="", capabilities=promises)) as name:
-        assert "own_prefix" in checked(name, dtype=dtype)
+        assert "own_prefix" in checked(name, dtype=dtype, is_gated=False)
     spoilt = type("Spoilt", (cls,), {"every": every})
     with (
         registered(Broken(cls=spoilt, check="", capabilities=promises)) as name,
         pytest.raises(GateError, match="own_prefix"),
     ):
-        checked(name, dtype=dtype)
+        checked(name, dtype=dtype, is_gated=False)
 
 
 class FlipsSeldom(Softmax):
@@ -320,7 +320,7 @@ def test_sound_variants_pass(name, scope, is_causal):
     is_offered = variant.capabilities.causal if is_causal else variant.capabilities.bidirectional
     if not is_offered or (scope == "attention" and variant.attention is None):
         pytest.skip("has no such form")
-    held = checked(name, scope=scope, is_causal=is_causal)
+    held = checked(name, scope=scope, is_causal=is_causal, is_gated=False)
     if "own_rows" not in held:
         assert {"own_modes", "own_reference"} <= set(held)
     if is_causal and "own_rows" not in held and variant.capabilities.causal is True:
@@ -331,7 +331,8 @@ def test_sound_variants_pass(name, scope, is_causal):
 @pytest.mark.parametrize("name", attn_zoo.list_variants(key_padding_mask=True))
 def test_sound_variants_pass_with_padding(name, dtype):
     is_causal = not variants[name].capabilities.bidirectional
-    held = checked(name, 1200, scope="mixer", is_causal=is_causal, has_padding=True, batch_size=2, dtype=dtype)
+    changes = {"scope": "mixer", "is_causal": is_causal, "has_padding": True, "batch_size": 2, "dtype": dtype}
+    held = checked(name, 1200, is_gated=False, **changes)
     assert "own_padding" in held
 
 

@@ -16,7 +16,7 @@ from tests.conformance.broken import Broken, registered
 from tests.conformance.broken_dependence import MixesBatch
 from tests.conformance.random_configurations import draw, outcome
 
-PER_VARIANT = 3
+PER_VARIANT = 2
 
 
 @pytest.mark.parametrize("name", sorted(variants))
