@@ -19,11 +19,11 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mend the interpreter of triton 3.6.
 
     A scalar bounds a loop: it is held as an array of one, which NumPy 2.4 refuses. bfloat16 is kept as 16 bits, which
-    products would multiply as integers. And two things that take more than half of the time are left out: patching a
-    function anew at each call of a kernel, where once is enough, and looking for overflow in every sum of integers,
-    which the compiler does not do either.
+    products would multiply as integers. And what takes more than half of the time is left out: patching the language
+    anew at each call of a function, where once is enough; working out anew what follows from a type, for each tensor;
+    and looking for overflow in every sum of integers, which the compiler does not do either.
     """
-    import triton
+    from triton.language import core
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
@@ -37,25 +37,48 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         if handle.dtype.name != "bf16":
             return handle
         data = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(data, triton.language.float32)
+        return interpreter.TensorHandle(data, core.float32)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    original = interpreter._patch_lang_tensor
+    patch, done = interpreter._patch_lang, set()
 
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in done:
+            done.add(function.__module__)
+            patch(function)
+            monkeypatch.setattr(core.tensor, "__index__", lambda self: int(self.handle.data.item()))
+        return interpreter._LangPatchScope()  # with nothing to restore
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    done = set()
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    in_numpy, dtypes = interpreter._get_np_dtype, dict[str, Any]()
 
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        if self.fn.__module__ not in done:
-            done.add(self.fn.__module__)
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*given, **named)
+    def dtype_of(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in dtypes:
+            dtypes[name] = in_numpy(of.scalar)
+        return dtypes[name]
 
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", dtype_of)
+    make_type, types = core.block_type.__init__, dict[Any, dict[str, Any]]()
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self)
+        vars(self).update(types[key])
+
+    monkeypatch.setattr(core.block_type, "__init__", block_type)
+    make_tensor, sizes = core.tensor.__init__, dict[str, Any]()
+
+    def tensor(self: Any, handle: Any, of: Any) -> None:
+        if of.name not in sizes:
+            make_tensor(self, handle, of)
+            sizes[of.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, of, of.scalar
+        self.shape, self.numel = sizes[of.name]
+
+    monkeypatch.setattr(core.tensor, "__init__", tensor)
 
 
 def run_interpreted(path: Path, *options: str) -> None:

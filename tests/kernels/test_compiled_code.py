@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,6 @@ from attn_zoo.kernels import compiled_code
 from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vectors_short, short_vectors_for
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-_COMPILE = """
-import torch
-from attn_zoo.kernels.compiled_code import keep_compiled_code_apart
-keep_compiled_code_apart()
-torch._inductor.config.cpp_cache_precompile_headers = False  # they take longer to compile than they save here
-numbers = torch.linspace(-3, 3, 1003)
-f = lambda x: x.exp().sin() + 1
-torch.testing.assert_close(torch.compile(f)(numbers), f(numbers))
-"""
-
 
 @pytest.fixture(autouse=True)
 def own_variables(monkeypatch, tmp_path_factory):
@@ -75,23 +62,6 @@ def test_no_cpuinfo_is_no_error(monkeypatch):
     assert compiled_code._instructions()
 
 
-@pytest.mark.slow
-def test_what_is_compiled_lies_in_that_folder_alone(tmp_path: Path, monkeypatch):
-    """In torch's own folder, code for AVX-512 would be found by AVX2: half of the numbers are nobody's then."""
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    folder = chosen(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE],
-        env={**os.environ, VARIABLE: str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert list(tmp_path.iterdir()) == [folder]
-    assert list(folder.rglob("*.so"))
-
-
 # --- vectors ---
 
 
@@ -104,8 +74,9 @@ def config(tmp_path: Path):
         yield config
 
 
-def test_products_of_16_bit_keys_are_right(config):
-    """On a processor with AVX-512 they were NaN."""
+def test_products_of_16_bit_keys_are_right_and_compiled_in_that_folder_alone(config, tmp_path: Path):
+    """On a processor with AVX-512 they were NaN. In torch's own folder AVX2 would find that code, and take it."""
+    folder = chosen(tmp_path)
     keep_vectors_short()
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(8, n, 2, 32, generator=generator).bfloat16().transpose(1, 2) for n in (24, 256))
@@ -118,6 +89,8 @@ def test_products_of_16_bit_keys_are_right(config):
     finally:
         torch.compiler.reset()
     torch.testing.assert_close(found, scores(query, key))
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.rglob("*.so"))
 
 
 @pytest.mark.parametrize(

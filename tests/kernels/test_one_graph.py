@@ -12,6 +12,8 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.metadata import Position
 
 LENGTH = 256
+# What is traced as often as it is repeated: twice is enough.
+REPEATED: dict[str, dict[str, Any]] = {"nystrom": {"pinv_iterations": 2}, "sinkhorn": {"num_iterations": 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,7 @@ def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is
         embed_dim=32, num_heads=2, max_seq_len=LENGTH, is_causal=is_causal, dropout_p=dropout_p, position=position
     )
     torch.manual_seed(0)
-    attention = build_attention(name, build).train(is_training)
+    attention = build_attention(name, build, **REPEATED.get(name, {})).train(is_training)
     inputs = [torch.randn(2, 2, LENGTH, 16, requires_grad=is_training) for _ in range(3)]
     mask = None
     if is_padded:
@@ -69,15 +71,19 @@ def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
-        *((name, (128, 200, 256)) for name in ("full", "linformer", "bigbird", "local_window")),
+        *((name, (128, 200, 256)) for name in ("full", "bigbird", "local_window")),
+        ("linformer", (200, 256)),  # each a graph
         *((name, (200, 240)) for name in ("nystrom", "sinkhorn")),  # whole blocks are a graph of their own: seconds
     ],
 )
 def test_lengths_may_vary(name, lengths):
-    """As batches of a training do: one graph then serves several lengths."""
+    """As batches of a training do: one graph then serves several lengths.
+
+    That is up to the first of the compiler's parts; the second, which takes most of the time, is tested above.
+    """
     build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH)
-    attention = build_attention(name, build)
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    attention = build_attention(name, build, **REPEATED.get(name, {}))
+    compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=True)
     for length in lengths:
         inputs = [torch.randn(2, 2, length, 16) for _ in range(3)]
         torch.testing.assert_close(compiled(*inputs), attention(*inputs))
