@@ -13,6 +13,7 @@ from attn_zoo.kernels.compiled_code import keep_compiled_code_apart, keep_vector
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
+
 @pytest.fixture(autouse=True)
 def own_variables(monkeypatch, tmp_path_factory):
     monkeypatch.setenv(VARIABLE, str(tmp_path_factory.mktemp("cache")))  # set, so that it is put back

@@ -76,7 +76,7 @@ def test_equals_float64(sharing: tuple[int, int], dtype: torch.dtype, is_padded:
     checked(got, [x.detach().double().requires_grad_() for x in (tokens, matrix)], upstream, mask)
 
 
-@pytest.mark.parametrize(("length", "rank", "dim"), [(1, 1, 1), (64, 16, 16), (65, 33, 5), (300, 3, 40)])
+@pytest.mark.parametrize(("length", "rank", "dim"), [(1, 1, 1), (64, 16, 16), (65, 33, 5), (130, 3, 40)])
 def test_ragged_sizes(length: int, rank: int, dim: int):
     tokens, matrix = draw((1, 1), torch.float32, length, rank, dim)
     out = compress(tokens, matrix, path=TRITON)
@@ -152,9 +152,9 @@ def test_splits_are_added_in_order():
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_operators_are_registered_as_torch_expects(is_padded: bool):
-    tokens, matrix = draw((1, 1), torch.float32, 70)
-    grad = torch.randn(2, 3, 20, 8)
-    tensors, mask = ([tokens.detach()], [matrix.detach()]), padding(70) if is_padded else None
+    tokens, matrix = draw((1, 1), torch.float32, 20, rank=5)
+    grad = torch.randn(2, 3, 5, 8)
+    tensors, mask = ([tokens.detach()], [matrix.detach()]), padding(20) if is_padded else None
     operators = torch.ops.attn_zoo
     for operator, given in (
         (operators.compress, (*tensors, mask)),
