@@ -82,11 +82,11 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_interpreted(path: Path, *options: str) -> None:
-    """Run the tests of one file, which skip themselves elsewhere, under the interpreter; all must pass.
+    """Run the tests of a file, which skip themselves elsewhere, under the interpreter; all must pass.
 
     Args:
         path: of the file.
-        options: of pytest, such as those that pick tests.
+        options: of pytest, such as further files and those that pick tests.
     """
     pytest.importorskip("triton", reason="triton is not installed, so neither is its interpreter")
     root = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +14,15 @@ from attn_zoo.attention.oracle import softmax_attention
 from attn_zoo.kernels.exact import sdpa
 from attn_zoo.kernels.exact.operators import OPERATORS, Operator
 from attn_zoo.kernels.trace import recording
-from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter, run_interpreted
+from tests.kernels.interpreter import IS_INTERPRETING, mend_interpreter
 from tests.test_host_time import script
 
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 
 interpreted = [
     pytest.mark.triton,
-    pytest.mark.skipif(not IS_INTERPRETING, reason="run by the test below, in a process of its own"),
+    pytest.mark.skipif(not IS_INTERPRETING, reason="run by test_few_keys_gradient.py, in a process of its own"),
 ]
-
-if not IS_INTERPRETING:
-
-    @pytest.mark.slow
-    @pytest.mark.triton
-    @pytest.mark.timeout(600)
-    def test_in_the_interpreter():
-        run_interpreted(Path(__file__), "-k", "interpreted")
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, needs_grad: bool):
