@@ -69,24 +69,31 @@ def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is
 
 
 @pytest.mark.parametrize(
-    ("name", "lengths"),
+    ("name", "lengths", "num_graphs"),
     [
-        *((name, (128, 200, 256)) for name in ("full", "bigbird", "local_window")),
-        ("linformer", (200, 256)),  # each a graph
-        *((name, (200, 240)) for name in ("nystrom", "sinkhorn")),  # whole blocks are a graph of their own: seconds
+        *((name, (128, 200, 256), 1) for name in ("full", "bigbird", "local_window")),
+        ("linformer", (200, 256), 2),  # its projections are cut to the length
+        *((name, (200, 240), 1) for name in ("nystrom", "sinkhorn")),  # whole blocks are a graph of their own: seconds
     ],
 )
-def test_lengths_may_vary(name, lengths):
-    """As batches of a training do: one graph then serves several lengths.
+def test_lengths_may_vary(name, lengths, num_graphs):
+    """As batches of a training do: one graph then serves several lengths, or each has its own.
 
     That is up to the first of the compiler's parts; the second, which takes most of the time, is tested above.
     """
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     build = BuildContext(embed_dim=32, num_heads=2, max_seq_len=LENGTH)
     attention = build_attention(name, build, **REPEATED.get(name, {}))
-    compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)
     for length in lengths:
         inputs = [torch.randn(2, 2, length, 16) for _ in range(3)]
         torch.testing.assert_close(compiled(*inputs), attention(*inputs))
+    assert len(graphs) == num_graphs
 
 
 @pytest.mark.parametrize("name", ["full", "linformer", "bigbird", "linear_attention"])
