@@ -94,7 +94,7 @@ def by_the_definition(
     return output
 
 
-@pytest.mark.parametrize("length", [1, 9, 24, 61])
+@pytest.mark.parametrize("length", [1, 9, 24, 45])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("options", [{}, {"mode": "etc"}, {"num_window_blocks": 1, "num_global_blocks": 0}])
 @pytest.mark.parametrize("has_padding", [False, True])
@@ -108,7 +108,7 @@ def test_reference_is_the_definition(length: int, is_causal: bool, options: dict
 
 def test_reference_is_the_definition_with_alibi():
     module = make(build={"position": "alibi"}, num_global_blocks=1, num_random_blocks=1)
-    inputs = draw(61)
+    inputs = draw(45)
     torch.testing.assert_close(module.reference(*inputs), by_the_definition(module, *inputs, None), rtol=0, atol=1e-13)
 
 

@@ -152,13 +152,27 @@ def test_impossible_sizes(name: str, size: str):
         build_attention(name, BuildContext(embed_dim=EMBED, num_heads=2, max_seq_len=64, is_causal=True))
 
 
+def test_one_graph_for_the_compiler_with_gradients(name: str):
+    mixer: AbstractMixer = make(name, chunk_len=32)
+    hidden, found = draw(50).requires_grad_(), []
+    for run in (mixer, torch.compile(mixer, backend="aot_eager", fullgraph=True)):
+        output = run(hidden)
+        found.append([output, *torch.autograd.grad(output.sin().sum(), [hidden, *mixer.parameters()])])
+    for plain, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, plain)
+
+
 @pytest.mark.slow
+@torch.no_grad()
 def test_one_graph_for_the_compiler_whatever_the_length(name: str):
-    mixer: AbstractMixer = make(name, chunk_len=32)  # two or three, each a part of the graph of its own
-    compiled = torch.compile(mixer, backend="aot_eager", fullgraph=True)
-    for length in (50, 70):  # the second time for any length
+    """Of as many chunks: each chunk is a part of the graph of its own. To differentiate it for any length takes long."""
+    mixer: AbstractMixer = make(name, chunk_len=32)
+    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
+    for length, stance in ((70, "default"), (90, "fail_on_recompile")):
         hidden = draw(length)
-        torch.testing.assert_close(compiled(hidden), mixer(hidden))
+        torch._dynamo.mark_dynamic(hidden, 1)
+        with torch.compiler.set_stance(stance):
+            torch.testing.assert_close(compiled(hidden), mixer(hidden))
 
 
 def test_it_learns_a_language(name: str):
