@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -71,14 +72,45 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@dataclass
+class Facts:
+    """What a file says: its imports, which of them are for annotations only, and its strings without docstrings."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    annotations: set[int]
+    strings: set[str]
+
+
+@cache
+def facts_of(path: Path) -> Facts:
+    """Read a file once for all tests, and keep little of it: a tree is many objects."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return Facts(
+        imports=[node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)],
+        annotations={
+            id(inner)
+            for node in nodes
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Import | ast.ImportFrom)
+        },
+        strings={
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+        },
+    )
+
+
 def imports_of(path: Path) -> set[tuple[str, str]]:
     """Return pairs (part, module) of this package's modules that a file imports, wherever the import stands."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in facts_of(path).imports:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        elif node.level == 0 and node.module:
             names = [node.module]
             if node.module == "attn_zoo":
                 names = [f"attn_zoo.{alias.name}" for alias in node.names]
@@ -105,7 +137,7 @@ def test_imports_are_absolute():
     relative = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in facts_of(path).imports
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert relative == []
@@ -126,19 +158,13 @@ def _imported_modules() -> dict[str, frozenset[str]]:
     known = {_module_of(path) for path in FILES}
     found = {}
     for path in FILES:
-        tree, wanted = ast.parse(path.read_text()), set()
-        annotations = {
-            id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-            for inner in ast.walk(node)
-        }
-        for node in ast.walk(tree):
-            if id(node) in annotations:
+        facts, wanted = facts_of(path), set()
+        for node in facts.imports:
+            if id(node) in facts.annotations:
                 continue
             if isinstance(node, ast.Import):
                 wanted |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif node.module:
                 wanted |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         # `attn_zoo` itself loads its names when they are first asked for.
         found[_module_of(path)] = frozenset((wanted & known) - {_module_of(path), "attn_zoo"})
@@ -188,17 +214,6 @@ def test_there_is_no_drawer_for_odds_and_ends():
     assert not [path for path in FILES if re.fullmatch(r"(utils?|helpers?|common|misc)\.py", path.name)]
 
 
-@cache
-def _string_constants(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
-    }
-
-
 def _own_file(name: str) -> Path:
     entry = variants[name].source if name in variants else inspect.getsourcefile(tasks[name])
     assert entry is not None
@@ -209,7 +224,7 @@ def _own_file(name: str) -> Path:
 def test_names_of_variants_and_tasks_stay_in_their_own_file(name):
     # A protocol's data table names the tasks it has settings for; the harness code never does.
     data = {ROOT / "training" / "protocol.py", ROOT / "training" / "protocols.py"}
-    users = [path for path in FILES if name in _string_constants(path) and path not in data | {_own_file(name)}]
+    users = [path for path in FILES if name in facts_of(path).strings and path not in data | {_own_file(name)}]
     assert users == [], f"the harness must not know {name!r}"
 
 

@@ -286,9 +286,9 @@ def trained(variants: Iterable[str] = tuple(COSTS), seeds: Iterable[int] = (0, 1
     ]
 
 
-def pictures_of(analysis: Analysis) -> list[Picture]:
-    """Return the figures that a report shows."""
-    return list(draw_pictures(analysis, panels=analysis.shown))
+def pictures_of(analysis: Analysis, start: str = "") -> list[Picture]:
+    """Return the figures that a report shows and whose names begin with `start`: others are not even drawn."""
+    return list(draw_pictures(analysis, start, panels=analysis.shown))
 
 
 def write_run(

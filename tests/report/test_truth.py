@@ -101,7 +101,7 @@ def test_an_unfinished_run_says_so_everywhere(unfinished):
     text = (unfinished / "README.md").read_text(encoding="utf-8")
     assert "7 of 10 cells" in text
     assert "7 of 10 cells" in (unfinished / "report.html").read_text(encoding="utf-8")
-    strip = next(picture for picture in pictures_of(analysis) if picture.name.startswith("time-"))
+    strip = pictures_of(analysis, "time-")[0]
     assert "linformer: not run at 2k, 4k, 8k" in strip.alt
     assert_legible(strip.figure)
 
@@ -314,13 +314,13 @@ def test_energy_has_a_figure_and_a_sentence_where_it_was_measured(tmp_path):
     more = [replace(one, cell=replace(one.cell, label=f"{one.cell.variant} {i}")) for one in records for i in (2, 3)]
     every = "linformer 250 mJ, linformer 2 250 mJ, linformer 3 250 mJ; the most: full 3 6.25 J"
     assert f"Energy of a call at 16k: {every}." in findings(analysed(tmp_path / "more", records + more))
-    (picture,) = [one for one in pictures_of(analysis) if one.name.startswith("energy-")]
+    (picture,) = pictures_of(analysis, "energy-")
     assert picture.section == "efficiency"
     assert "linformer: 130 mJ at 4k (waits for the host), 250 mJ at 16k" in picture.alt, picture.alt
     assert "full: 400 mJ at 4k, 6.25 J at 16k" in picture.alt, picture.alt
     bare = analysed(tmp_path / "bare", [replace(record, energy_joules=None) for record in records])
     assert not any("nergy" in text for text in findings(bare))
-    assert not any(one.name.startswith("energy-") for one in pictures_of(bare))
+    assert not pictures_of(bare, "energy-")
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["older", "new"])
@@ -365,7 +365,7 @@ def test_level_curves_are_not_ranked(tmp_path):
     assert crossing is not None
     assert not crossing.is_settled
     assert "from 512 or less" not in crossing_text(crossing)
-    (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
+    (time,) = pictures_of(analysis, "time-")
     assert f"cheaper: {crossing_text(crossing)}" in words(time.figure), "a figure says what the sentences say"
 
 
@@ -389,7 +389,7 @@ def test_figures_sentences_and_tables_say_alike_from_where_a_curve_is_cheaper(tm
     assert crossing is not None
     assert crossing_text(crossing) == text
     assert f"Cheaper than full: linformer {text}." in findings(analysis)
-    (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
+    (time,) = pictures_of(analysis, "time-")
     assert f"cheaper: {text}" in words(time.figure)
 
 
@@ -487,7 +487,7 @@ def test_a_crossing_has_the_marks_of_the_lengths_that_it_lies_between(tmp_path):
         assert text in table.texts()[0]
         assert ("the GPU was throttled" in table.note) is bool(mark)
         assert (table.rows[0]["marks"], table.rows[1]["quantity"], table.rows[1]["marks"]) == (mark[1:], "memory", "")
-        (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
+        (time,) = pictures_of(analysis, "time-")
         assert f"cheaper: {text}" in words(time.figure)
         assert "1 of 10 times of a throttled GPU †, all of one process" in words(time.figure).replace("\u00a0", " ")
     cheap = [scaling("linformer", n, 0.01) for n in LENGTHS[:5]]
@@ -911,7 +911,7 @@ def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):
     """At the shortest length the time of the device is known, at the longest that of a call that waits for nothing."""
     records = [on_gpu("full", n, 1.2e-8 * n**2, graph=n == LENGTHS[0], host_ms=0.3) for n in LENGTHS]
     records += [on_gpu("linformer", n, 1e-6 * n) for n in LENGTHS]
-    time = pictures_of(analysed(tmp_path, records))[0]
+    time = pictures_of(analysed(tmp_path, records), "time")[0]
     assert re.search(r"full: 3\.15 µs at 512 \(the GPU alone\), 5[\d.]+ ms at 64k, exponent", time.alt)
     assert re.search(r"linformer: [67]\d\d µs at 512 \(waits for the host\), ", time.alt)
 
@@ -1075,5 +1075,5 @@ def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
 def test_a_seed_that_was_not_run_has_not_failed(tmp_path):
     kept, unrun = accuracy("full", 0, 0.6), accuracy("full", 1, None, status="cancelled")
     analysis = analysed(tmp_path, [kept, unrun, accuracy("full", 2, None, status="diverged")])
-    (picture,) = [each for each in pictures_of(analysis) if each.name.startswith("accuracy")]
+    (picture,) = pictures_of(analysis, "accuracy")
     assert "60.0 % (n=1, 1 failed, 1 not run)" in picture.alt

@@ -165,7 +165,7 @@ def test_one_graph_for_the_compiler_with_gradients(name: str):
 @pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_for_the_compiler_whatever_the_length(name: str):
-    """Of as many chunks: each chunk is a part of the graph of its own. To differentiate it for any length takes long."""
+    """Of as many chunks, each a part of the graph of its own. To differentiate for any length takes long."""
     mixer: AbstractMixer = make(name, chunk_len=32)
     compiled = torch.compile(mixer, backend="eager", fullgraph=True)
     for length, stance in ((70, "default"), (90, "fail_on_recompile")):

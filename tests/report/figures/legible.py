@@ -14,15 +14,21 @@ LONG = "a_very_long_name_of_a_mechanism_that_nobody_would_type_twice_but_somebod
 MANY = ["full", *(f"variant_{index}" for index in range(9)), LONG, "<b>注意</b> $x_1$ 🚀"]
 
 
-def pictures(tmp_path, records, **more):
-    return pictures_of(analysed(tmp_path, records, **more))
+def pictures(tmp_path, records, start="", **more):
+    return pictures_of(analysed(tmp_path, records, **more), start)
+
+
+def one_picture(start, tmp_path, records, **more):
+    """Return the last whose name begins so. Draw no others: that takes most of the time of a test of one."""
+    return pictures(tmp_path, records, start, **more)[-1]
 
 
 def texts(figure) -> list[tuple[str, Bbox]]:
     """Return every visible text with its box in pixels; rotated ones (on reference lines) are left out."""
     canvas = figure.canvas
     assert isinstance(canvas, FigureCanvasAgg)
-    canvas.draw()
+    if figure.stale:  # it has not been drawn as it is
+        canvas.draw()
     beyond = set()  # ticks outside the limits exist but are not drawn
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):

@@ -19,7 +19,7 @@ from attn_zoo.report.figures.axes import log_axis
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
 from attn_zoo.report.figures.style import DARK, DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
 from attn_zoo.report.figures.svg import render
-from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
+from tests.report.figures.legible import LONG, MANY, assert_legible, one_picture, pictures, texts, words
 from tests.report.synthetic import CLAIMS, DOUBLINGS, accuracy, scaling, trained, zoo
 
 
@@ -27,7 +27,7 @@ def test_the_description_says_of_each_length_why_it_has_no_time(tmp_path):
     records = [scaling("full", 512), scaling("full", 1024), scaling("bigbird", 512)]
     records += [scaling("full", n, status="oom_host", reason="too large") for n in (2048, 4096)]
     records += [scaling("full", 8192, status="timeout", reason="60 s"), scaling("full", 16384, status="oom_host")]
-    alt = pictures(tmp_path, records)[0].alt
+    alt = pictures(tmp_path, records, start="time")[0].alt
     assert "; full: out of memory at 2k, 4k, 16k and timeout at 8k." in alt
 
 
@@ -99,7 +99,7 @@ def test_labels_carry_fitted_and_claimed_slopes_and_the_crossing(tmp_path):
 def test_speed_up_is_over_the_fastest_exact_kernel(tmp_path):
     records = [scaling("full", n, 10.0, spread=0.0) for n in (512, 1024)]
     records += [scaling("bigbird", n, 2.5, spread=0.0) for n in (512, 1024)]
-    picture = next(one for one in pictures(tmp_path, records) if one.name.startswith("speedup"))
+    picture = one_picture("speedup", tmp_path, records)
     assert "4\u00d7 at 1k" in words(picture.figure)
 
 
@@ -112,7 +112,7 @@ def test_scores_have_floors_and_seeds(tmp_path):
 
 def test_the_same_records_give_the_same_bytes(tmp_path):
     records = zoo(lengths=[512, 1024])
-    first, second = (pictures(tmp_path / name, records)[0] for name in "ab")
+    first, second = (pictures(tmp_path / name, records, start="time")[0] for name in "ab")
     for kind in ("svg", "png"):
         assert render(first.figure, kind) == render(second.figure, kind)
     svg = render(first.figure, "svg")
@@ -216,7 +216,7 @@ def test_wrapped_details_keep_their_words_and_their_room(words, most):
 
 def test_lines_to_names_across_a_panel_do_not_look_like_curves(tmp_path):
     records = zoo(["bigbird", "linformer"]) + [scaling("full", n) for n in DOUBLINGS[:-2]] + [scaling("v", 512)]
-    (axes,) = pictures(tmp_path, records)[0].figure.axes
+    (axes,) = pictures(tmp_path, records, start="time")[0].figure.axes
     lines = [text.arrow_patch for text in axes.texts if isinstance(text, Annotation) and text.arrow_patch]
     found = [(line.get_linestyle() == DOTTED, to_hex(line.get_edgecolor()) == MUTED) for line in lines]
     assert sorted(found) == [(False, False)] * 2 + [(True, True)] * 2
@@ -224,7 +224,7 @@ def test_lines_to_names_across_a_panel_do_not_look_like_curves(tmp_path):
 
 def test_claims_are_what_the_run_says(tmp_path):
     claims = {**CLAIMS, "full": {**CLAIMS["full"], "time_exponent": 3}}
-    assert "claimed 3" in words(pictures(tmp_path, zoo(["full"]), claims=claims)[0].figure)
+    assert "claimed 3" in words(pictures(tmp_path, zoo(["full"]), claims=claims, start="time")[0].figure)
 
 
 def tips(figure):
@@ -281,7 +281,7 @@ def test_the_curve_is_the_device_s_and_calls_are_faint_beside_it(tmp_path):
 
 def test_at_one_length_the_interval_of_a_call_has_the_call_beside_it(tmp_path):
     """Alone it would stand apart from the dot, which is of the GPU."""
-    time = pictures(tmp_path, [on_gpu("full", 1024, 0.6, 0.1), on_gpu("bigbird", 1024, 0.8)])[0]
+    time = pictures(tmp_path, [on_gpu("full", 1024, 0.6, 0.1), on_gpu("bigbird", 1024, 0.8)], start="time")[0]
     assert_legible(time.figure)
     shown = words(time.figure)
     assert "100 µs (GPU), call 600 µs" in shown
@@ -301,7 +301,7 @@ def assert_keys_differ(figure):
 @pytest.mark.parametrize("factor", [0.97, 1.4])
 def test_an_axis_of_factors_has_more_than_one_tick(tmp_path, factor):
     records = [scaling(name, 512, ms, spread=0.0) for name, ms in (("full", 1.0), ("bigbird", 1.0 / factor))]
-    (picture,) = (one for one in pictures(tmp_path, records) if one.name.startswith("speedup"))
+    (picture,) = pictures(tmp_path, records, start="speedup")
     shown = [text for text, box in texts(picture.figure) if text.endswith("\u00d7")]
     assert len(shown) > 3, shown
 
@@ -317,14 +317,14 @@ def test_calls_are_hollow_only_where_tables_say_that_they_wait_for_the_host(tmp_
     for picture in (time, speed_up):
         assert "faint, hollow: calls that wait for the host" in words(picture.figure)
     assert_keys_differ(time.figure)
-    busy = pictures(tmp_path / "busy", records[1:4])[0]
+    busy = pictures(tmp_path / "busy", records[1:4], start="time")[0]
     assert "wait for the host" not in words(busy.figure)
 
 
 def test_without_device_times_nothing_but_calls_is_drawn_where_the_host_is_waited_for(tmp_path):
     records = [on_gpu("full", n, max(0.5, 1e-6 * n * n)) for n in DOUBLINGS]
     records += [on_gpu("bigbird", n, 0.5) for n in DOUBLINGS]
-    shown = words(pictures(tmp_path, records)[0].figure)
+    shown = words(pictures(tmp_path, records, start="time")[0].figure)
     assert "where the GPU alone was not timed, waiting for the host is inferred" in " ".join(shown.split())
     assert "faint, hollow: calls that wait for the host" in shown
 
@@ -332,7 +332,7 @@ def test_without_device_times_nothing_but_calls_is_drawn_where_the_host_is_waite
 def test_no_line_crosses_a_length_of_which_only_a_call_is_known(tmp_path):
     lengths = DOUBLINGS[:4]
     records = [on_gpu("full", n, 0.5, 0.01 if n == 512 else None) for n in lengths]
-    figure = pictures(tmp_path, [*records, on_gpu("full", 2 * lengths[-1], 9.0)])[0].figure
+    figure = pictures(tmp_path, [*records, on_gpu("full", 2 * lengths[-1], 9.0)], start="time")[0].figure
     curve = next(line for line in figure.axes[0].get_lines() if line.get_linewidth() == 1.9)
     assert [math.isnan(value) for value in curve.get_ydata()] == [False, True, True, True, False]
 

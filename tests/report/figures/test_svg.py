@@ -120,13 +120,13 @@ def test_files_and_page_draw_and_say_what_matplotlib_does(analysis):
 
 
 def test_words_are_text_that_can_be_searched(analysis):
-    figure = render(pictures_of(analysis)[0].figure, "svg").decode()
+    figure = render(pictures_of(analysis, "time")[0].figure, "svg").decode()
     for words in (">bigbird<", ">sequence length (tokens)<", ">Time against sequence length: forward"):
         assert words in figure
 
 
 def test_what_figures_have_in_common_is_there_once(analysis):
-    figure = render(pictures_of(analysis)[0].figure, "svg")
+    figure = render(pictures_of(analysis, "time")[0].figure, "svg")
     definitions, (one, two) = inline_figures([figure, figure])
     assert one == two
     assert inline_figures([figure])[0] == definitions
@@ -151,7 +151,7 @@ def test_every_colour_of_ours_has_a_dark_form_that_can_be_seen():
 
 
 def test_a_file_follows_the_colour_scheme_with_the_colours_that_it_has(analysis):
-    figure = render(pictures_of(analysis)[0].figure, "svg").decode()
+    figure = render(pictures_of(analysis, "time")[0].figure, "svg").decode()
     rules = figure[figure.index("<style>") : figure.index("</style>")]
     assert f'[fill="{INK}"]{{fill:{DARK[INK]}}}' in rules
     assert set(re.findall(r'"(#\w+)"', rules)) == {colour for colour in DARK if f'="{colour}"' in figure}

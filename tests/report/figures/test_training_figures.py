@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from attn_zoo.records import Status
 from attn_zoo.report.analysis.analyse import analyse
-from tests.report.figures.legible import LONG, MANY, assert_legible, pictures, texts, words
+from tests.report.figures.legible import LONG, MANY, assert_legible, one_picture, pictures, texts, words
 from tests.report.synthetic import CLAIMS, accuracy, curve, tuned
 
 
@@ -44,12 +44,12 @@ def test_heat_maps_of_many_variants_stay_legible(tmp_path):
         for d in (0.0, 0.25, 0.5, 0.75, 1.0)
     )
     records = [training(name, 0, 0.3, breakdown=cells, pretrain="masked") for name in MANY[-4:]]
-    assert_legible(by_kind(pictures(tmp_path, records))["breakdown"].figure)
+    assert_legible(one_picture("breakdown", tmp_path, records).figure)
 
 
 def test_bubbles_in_one_place_keep_their_names_apart(tmp_path):
     records = [training(f"variant_{index}", 0, 0.5 + 1e-4 * index, tokens_per_s=1e4, floors={}) for index in range(9)]
-    picture = by_kind(pictures(tmp_path, records))["bubbles"]
+    picture = one_picture("bubbles", tmp_path, records)
     assert_legible(picture.figure)
     assert all(f"variant_{index}" in words(picture.figure) for index in range(9))
 
@@ -64,7 +64,7 @@ def test_floors_are_named_where_no_bar_crosses_them(tmp_path):
         for name, own in values.items()
         for seed, value in enumerate(own)
     ]
-    picture = by_kind(pictures(tmp_path, records))["bubbles"]
+    picture = one_picture("bubbles", tmp_path, records)
     assert "level lines: symbol histogram 35.5 %, chance 10.0 %" in " ".join(words(picture.figure).split())
     assert not any("histogram" in text.get_text() for axes in picture.figure.axes for text in axes.texts)
 
@@ -97,7 +97,7 @@ def test_the_name_of_a_floor_lies_across_no_line(tmp_path, more, name, scores):
 
 def test_the_area_of_a_bubble_is_its_memory(tmp_path):
     records = [training("full", 0, 0.5, peak_bytes=400 * 2**20), training("bigbird", 0, 0.4, peak_bytes=100 * 2**20)]
-    picture = by_kind(pictures(tmp_path, records))["bubbles"]
+    picture = one_picture("bubbles", tmp_path, records)
     sizes = sorted({round(float(size), 3) for axes in picture.figure.axes[:1] for drawn in axes.collections
                     for size in np.asarray(drawn.get_sizes())})  # fmt: skip
     assert sizes[1] / sizes[0] == pytest.approx(4.0)
@@ -106,9 +106,9 @@ def test_the_area_of_a_bubble_is_its_memory(tmp_path):
 
 def test_memory_that_was_not_measured_is_said(tmp_path):
     records = [training("full", 0, 0.5, peak_bytes=None), training("bigbird", 0, 0.4)]
-    assert "memory not measured: full" in words(by_kind(pictures(tmp_path / "a", records))["bubbles"].figure)
+    assert "memory not measured: full" in words(one_picture("bubbles", tmp_path / "a", records).figure)
     records = [training(name, 0, 0.5, peak_bytes=None) for name in ("full", "bigbird")]
-    shown = words(by_kind(pictures(tmp_path / "b", records))["bubbles"].figure)
+    shown = words(one_picture("bubbles", tmp_path / "b", records).figure)
     assert "memory not measured" in shown
     assert "peak memory" not in shown
 
@@ -117,7 +117,7 @@ def test_a_chance_far_away_does_not_flatten_the_picture(tmp_path):
     numbers = {"metric": "bits_per_byte", "chance": 8.0, "floors": {"trigram": 2.5, "last_byte": 7.0}, "correct": ""}
     records = [training(name, seed, 2.0 + 0.1 * i, **numbers) for i, name in enumerate(CLAIMS) for seed in (0, 1)]
     for name in ("accuracy", "bubbles"):
-        picture = by_kind(pictures(tmp_path / name, records))[name]
+        picture = one_picture(name, tmp_path / name, records)
         assert_legible(picture.figure)
         also = ", last byte 7.000" if name == "accuracy" else ""  # the other floors are in that one
         assert f"off the scale: chance 8.000{also}" in words(picture.figure)
@@ -134,7 +134,7 @@ def test_heat_maps_share_one_scale_and_show_their_numbers(tmp_path):
         )  # fmt: skip
 
     records = [training(name, 0, 0.5, breakdown=cells(0.9 - 0.2 * i)) for i, name in enumerate(CLAIMS)]
-    picture = by_kind(pictures(tmp_path, records))["breakdown"]
+    picture = one_picture("breakdown", tmp_path, records)
     assert_legible(picture.figure)
     images = [axes.images[0] for axes in picture.figure.axes if axes.images]
     assert len(images) == 3
@@ -153,7 +153,7 @@ def test_long_names_and_many_outcomes_leave_room_for_the_scores(tmp_path):
     outcomes: tuple[Status, ...] = ("timeout", "skipped_after_oom", "gate_failed")
     records = [accuracy(LONG, seed, None, status=status) for seed, status in enumerate(outcomes)]
     records += [training("full", seed, value) for seed, value in enumerate((0.05, 0.95))]
-    picture = by_kind(pictures(tmp_path, records))["accuracy"]
+    picture = one_picture("accuracy", tmp_path, records)
     assert_legible(picture.figure)
     assert picture.figure.axes[0].get_window_extent().width > 100, "pixels for the scores"
     assert "timeout and 2 more" in words(picture.figure)
@@ -170,7 +170,7 @@ def test_long_names_and_many_outcomes_leave_room_for_the_scores(tmp_path):
 )
 def test_properties_of_examples_are_words_with_units(tmp_path, name, title, axis):
     cells = tuple({name: float(n), "value": 1.0 / n, "num_items": 9.0} for n in (2, 4, 8))
-    picture = by_kind(pictures(tmp_path, [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
+    picture = one_picture("breakdown", tmp_path, [training("full", 0, 0.5, breakdown=cells)])
     assert f"by {title}:" in words(picture.figure)
     assert picture.figure.axes[0].get_xlabel() == axis
 
@@ -193,7 +193,7 @@ def test_an_interval_that_excludes_next_to_nothing_is_said_and_not_drawn(tmp_pat
         for name, values in scores.items()
         for seed, value in enumerate(values)
     ]
-    picture = by_kind(pictures(tmp_path, records))["breakdown"]
+    picture = one_picture("breakdown", tmp_path, records)
     note = " ".join(words(picture.figure).split())
     assert "no bar where the interval leaves out less than a tenth of the scale: bigbird, full" in note
     drawn = [line.get_ydata() for line in picture.figure.axes[0].get_lines()]
@@ -204,7 +204,7 @@ def test_an_interval_that_excludes_next_to_nothing_is_said_and_not_drawn(tmp_pat
 
 def test_a_hole_in_a_heat_map_is_empty_and_not_nought(tmp_path):
     cells = ({"a": 1.0, "b": 1.0, "value": 0.5, "num_items": 1.0}, {"a": 2.0, "b": 2.0, "value": 0.7, "num_items": 1.0})
-    picture = by_kind(pictures(tmp_path, [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
+    picture = one_picture("breakdown", tmp_path, [training("full", 0, 0.5, breakdown=cells)])
     drawn = np.ma.filled(picture.figure.axes[0].images[0].get_array().astype(float), np.nan)
     assert np.isnan(drawn).sum() == 2
     assert "empty: no result" in words(picture.figure)
@@ -228,7 +228,7 @@ def test_sensitivity_to_the_learning_rate(tmp_path):
 def test_who_has_no_curve_is_named(tmp_path):
     lacking: dict[str, dict[str, Any]] = {"full": {}, "linformer": {"train_flops": None}, "luna": {"curve": ()}}
     records = [training(name, seed, 0.5, **changes) for name, changes in lacking.items() for seed in (0, 1)]
-    picture = by_kind(pictures(tmp_path, records))["learning"]
+    picture = one_picture("learning", tmp_path, records)
     assert "; no curve was kept of luna" in picture.alt
     assert "; training FLOPs: only of those that know them" in picture.alt
     assert_legible(picture.figure)
@@ -236,14 +236,14 @@ def test_who_has_no_curve_is_named(tmp_path):
 
 def test_curves_over_flops_only_where_they_are_known(tmp_path):
     records = [training(name, seed, 0.5) for name in ("full", "bigbird") for seed in (0, 1)]
-    assert len(by_kind(pictures(tmp_path / "a", records))["learning"].figure.axes) == 4
+    assert len(one_picture("learning", tmp_path / "a", records).figure.axes) == 4
     records = [training("full", 0, 0.5, train_flops=None)]
-    assert len(by_kind(pictures(tmp_path / "b", records))["learning"].figure.axes) == 3
+    assert len(one_picture("learning", tmp_path / "b", records).figure.axes) == 3
 
 
 def test_floors_of_the_test_set_are_said_to_be_so_beside_validation_curves(tmp_path):
     for floors, name in (({"most_frequent": 0.2}, "level line: most frequent, 20.0 % on test"), ({}, "chance, 10.0 %")):
-        picture = by_kind(pictures(tmp_path / name, [training("full", 0, 0.5, floors=floors)]))["learning"]
+        picture = one_picture("learning", tmp_path / name, [training("full", 0, 0.5, floors=floors)])
         assert " ".join(words(picture.figure).split()).partition(" training loss")[0].endswith(name) or name in (
             picture.alt
         )
@@ -253,19 +253,19 @@ def test_floors_of_the_test_set_are_said_to_be_so_beside_validation_curves(tmp_p
 def test_breakdowns_draw_the_floor_of_each_level_where_records_have_it(tmp_path):
     rules = {2.0: 0.5, 16.0: 0.0625}
     cells = tuple({"num_pairs": n, "value": 0.5, "num_items": 9.0, "floor": floor} for n, floor in rules.items())
-    page = by_kind(pictures(tmp_path / "curve", [training("full", 0, 0.5, breakdown=cells)]))["breakdown"]
+    page = one_picture("breakdown", tmp_path / "curve", [training("full", 0, 0.5, breakdown=cells)])
     assert "best floor" in words(page.figure)
     assert "of all examples together" not in words(page.figure).replace("\n", " ")
     lines = [line.get_xydata().tolist() for line in page.figure.axes[0].get_lines()]
     assert [list(each) for each in rules.items()] in lines
     assert_legible(page.figure)
     squares = tuple({"depth": 1.0, **cell} for cell in cells) + tuple({"depth": 2.0, **cell} for cell in cells)
-    page = by_kind(pictures(tmp_path / "map", [training("full", 0, 0.5, breakdown=squares)]))["breakdown"]
+    page = one_picture("breakdown", tmp_path / "map", [training("full", 0, 0.5, breakdown=squares)])
     titles = [axes.get_title(loc="left") for axes in page.figure.axes]
     assert [title.partition("\n")[0] for title in titles if title] == ["full", "best floor"]
     assert_legible(page.figure)
     older = tuple({name: value for name, value in cell.items() if name != "floor"} for cell in cells)
-    page = by_kind(pictures(tmp_path / "older", [training("full", 0, 0.5, breakdown=older)]))["breakdown"]
+    page = one_picture("breakdown", tmp_path / "older", [training("full", 0, 0.5, breakdown=older)])
     assert "of all examples together" in " ".join(words(page.figure).split())
     assert "full" in words(page.figure)
 
@@ -273,7 +273,7 @@ def test_breakdowns_draw_the_floor_of_each_level_where_records_have_it(tmp_path)
 def test_times_of_a_shared_device_are_said_to_be_such_in_no_unit(tmp_path):
     score = {"curve": curve(0.1, 0.5), "train_s": 900.0}
     shared = [accuracy("full", 0, 0.5, score=score, num_jobs=2)]
-    shown = words(by_kind(pictures(tmp_path, shared))["learning"].figure)
+    shown = words(one_picture("learning", tmp_path, shared).figure)
     assert "minutes of training" in shown
     assert "times are of runs that shared their device" in " ".join(shown.split())
 
@@ -334,5 +334,5 @@ def test_a_single_seed_has_the_interval_of_its_test_set(tmp_path):
 def test_bubbles_say_what_their_bars_are(tmp_path):
     """A bar without a word may be a standard error, or the range of seeds."""
     records = [training(variant, seed, 0.9 + seed / 20) for variant in MANY[:2] for seed in range(3)]
-    said = " ".join(words(by_kind(pictures(tmp_path, records))["bubbles"].figure).split())
+    said = " ".join(words(one_picture("bubbles", tmp_path, records).figure).split())
     assert "bars: 95 % t-interval of the mean over seeds; arrow: an interval cut where scores end" in said

@@ -152,8 +152,7 @@ def roofline(path: Path, flops: dict[str, int], lengths: Sequence[int] = DOUBLIN
         for record in tokens()
         if (name := record.cell.variant) in flops
     ]
-    found = pictures_of(analyse([write_run(path, records, ceilings=[roof()])]))
-    (picture,) = (each for each in found if each.name.startswith("roofline"))
+    (picture,) = pictures_of(analyse([write_run(path, records, ceilings=[roof()])]), "roofline")
     assert_legible(picture.figure)
     return picture
 

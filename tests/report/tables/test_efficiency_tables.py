@@ -15,7 +15,7 @@ from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.efficiency_tables import efficiency_table
 from attn_zoo.report.tables.table import MISSING, to_csv, to_markdown
 from attn_zoo.report.tables.time_tables import length_table, measurement_table
-from tests.report.figures.legible import MANY, assert_legible, pictures, texts, words
+from tests.report.figures.legible import MANY, assert_legible, one_picture, pictures, texts, words
 from tests.report.synthetic import DOUBLINGS, MACHINE, analysed, costed, pictures_of, roof, scaling, write_run, zoo
 
 
@@ -72,7 +72,7 @@ def test_without_ceilings_of_this_machine_the_report_is_as_before(tmp_path):
     assert [to_markdown(table) for table in make_tables(with_foreign)] == [
         to_markdown(table) for table in make_tables(without)
     ]
-    assert not [one for one in pictures(tmp_path, exact_and_half()) if one.name.startswith("roofline")]
+    assert not pictures(tmp_path, exact_and_half(), start="roofline")
 
 
 def test_records_without_formulas_and_simulated_ones_are_left_out(tmp_path):
@@ -86,7 +86,7 @@ def test_of_a_formula_without_its_backward_nothing_is_said(tmp_path):
     full, other = exact_and_half(pass_="bwd")
     analysis = roofed(tmp_path, [full, replace(other, backward_ratio=None)])
     assert list(analysis.panels[0].efficiency) == ["full"]
-    assert any(picture.name.startswith("roofline") for picture in pictures_of(analysis))
+    assert pictures_of(analysis, "roofline")
     none = roofed(tmp_path / "none", [replace(full, backward_ratio=None)])
     assert efficiency_table(none) is None
 
@@ -214,8 +214,7 @@ def sweep(names, lengths, **cell):
 )
 def test_the_roofline_is_legible(tmp_path, names, lengths):
     for sheet in ({}, {"peak_flops_per_s": 1.3e11, "peak_bytes_per_s": 1.2e10}):
-        found = pictures(tmp_path / str(len(sheet)), sweep(names, lengths), ceilings=[roof(**sheet)])
-        picture = next(one for one in found if one.name.startswith("roofline"))
+        picture = one_picture("roofline", tmp_path / str(len(sheet)), sweep(names, lengths), ceilings=[roof(**sheet)])
         assert_legible(picture.figure)
         shown = words(picture.figure)
         assert "roof, measured" in shown
@@ -227,15 +226,15 @@ def test_the_roofline_is_legible(tmp_path, names, lengths):
 
 
 def test_the_data_sheet_s_line_is_named_where_only_its_bytes_are_known(tmp_path):
-    found = pictures(tmp_path, sweep(["full"], DOUBLINGS), ceilings=[roof(peak_bytes_per_s=1.2e10)])
-    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    (picture,) = pictures(
+        tmp_path, sweep(["full"], DOUBLINGS), ceilings=[roof(peak_bytes_per_s=1.2e10)], start="roofline"
+    )
     assert "data sheet" in [text for text, _ in texts(picture.figure)]
     assert "(data sheet 12 GB/s)" in " ".join(words(picture.figure).split())
 
 
 def test_names_stand_beside_the_roofline_and_cover_none_of_it(tmp_path):
-    found = pictures(tmp_path, sweep(MANY[:6], DOUBLINGS), ceilings=[roof()])
-    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    (picture,) = pictures(tmp_path, sweep(MANY[:6], DOUBLINGS), ceilings=[roof()], start="roofline")
     shown = texts(picture.figure)
     names = [box for text, box in shown if text.endswith("% of the roof") or text in MANY[:6]]
     assert len(names) == 6 + 2 * 6, "each with its share, and once more beside its bytes"
@@ -244,8 +243,7 @@ def test_names_stand_beside_the_roofline_and_cover_none_of_it(tmp_path):
 
 def test_of_many_the_names_stand_at_their_marks_and_cover_none_of_them(tmp_path):
     names = [f"variant_{index}" for index in range(MOST_BESIDE + 4)]
-    found = pictures(tmp_path, sweep(names, DOUBLINGS), ceilings=[roof()])
-    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    (picture,) = pictures(tmp_path, sweep(names, DOUBLINGS), ceilings=[roof()], start="roofline")
     shown, (roofline, below) = texts(picture.figure), picture.figure.axes
     frame = roofline.get_window_extent()
     inside = [box for text, box in shown if text in names and frame.contains(*box.min)]
@@ -275,8 +273,7 @@ def test_no_line_of_a_roofline_joins_the_gpu_alone_to_calls_that_wait(tmp_path, 
         records.append(replace(record, timing=replace(record.timing, graph_ms=device_ms)))
     (panel,) = roofed(tmp_path / "a", records, [roof(device="cuda")]).panels
     assert {place for place, row in enumerate(panel.efficiency["full"]) if row.is_waiting} == waiting
-    found = pictures(tmp_path / "b", records, ceilings=[roof(device="cuda")])
-    (picture,) = (one for one in found if one.name.startswith("roofline"))
+    (picture,) = pictures(tmp_path / "b", records, ceilings=[roof(device="cuda")], start="roofline")
     assert "times of the GPU alone where they were measured" in " ".join(words(picture.figure).split())
     pairs = set()
     for line in picture.figure.axes[1].get_lines():

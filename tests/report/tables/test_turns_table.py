@@ -120,7 +120,7 @@ def test_a_crossing_is_that_of_the_same_rounds(tmp_path: Path):
     out = io.StringIO()
     to_terminal(table, Console(file=out, width=46, color_system=None))
     assert [line.split()[-1] for line in out.getvalue().splitlines() if " time " in line] == ["full", "other"]
-    (time,) = [picture for picture in pictures_of(analysis) if picture.name.startswith("time-")]
+    (time,) = pictures_of(analysis, "time-")
     assert "cheaper than full: from 2k or less" in words(time.figure)
 
 
@@ -225,7 +225,7 @@ def test_one_speed_up_has_one_number_on_all_of_a_page(tmp_path: Path):
     front = front_table(analysis)
     assert front is not None
     assert next(row for row in front.texts() if row[0] == "linformer")[1] == "3\u00d7 [3, 3]"
-    picture = next(one for one in pictures_of(analysis) if one.name.startswith("speedup"))
+    picture = pictures_of(analysis, "speedup")[0]
     assert "ratio by rounds, timed in turns; bars: 95 % interval" in words(picture.figure)
     assert "linformer: 3\u00d7 at 2k, 4\u00d7 at 4k" in picture.alt
 
