@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 FAILURES: dict[str, tuple[str, ...]] = {
     "out of memory on the device: oom_device, longer lengths are skipped, the next cell is ok": (
         "matrix/drive/test_failures.py::test_every_failure_has_its_name_and_disturbs_no_other_cell",
-        "matrix/drive/test_failures.py::test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out",
         "matrix/cell/test_run_order.py::test_out_of_memory_on_the_gpu_is_a_result",
     ),
     "out of memory on the host: oom_host, and the runner lives": (
         "matrix/cell/test_run_order.py::test_under_the_memory_limit_an_allocation_fails_cleanly_and_small_ones_work",
+        "matrix/cell/test_bundle.py::test_a_member_that_ends_the_process_takes_the_blame_and_the_others_begin_anew",
         "matrix/drive/test_failures.py::test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory",
     ),
     "segmentation fault, abort, exit: crashed, with the signal and the stack": (

@@ -35,7 +35,6 @@ NAMES = [
     "fake_hang",
     "fake_exit",
     "fake_hard_exit",
-    "fake_memory_error",
     "fake_device_memory",
     "fake_killed",
     "fake_bug",
@@ -49,13 +48,25 @@ NAMES = [
     "fake_loud",
     "fake_train_nan",
 ]
+IN_TURNS = {
+    "fake_exit",
+    "fake_bug",
+    "fake_nan",
+    "fake_half_character",
+    "fake_lost",
+    "fake_daemon",
+    "fake_picky",
+    "fake_loud",
+}
+"""Whose process lives on: they share one, which tells of each all the same."""
+LONGER = 1100
+"""Tried of none that ran out of memory or of time before."""
 STATUS = {
     "fake_segfault": ("crashed", "SIGSEGV", -signal.SIGSEGV),
     "fake_abort": ("crashed", "SIGABRT", -signal.SIGABRT),
     "fake_hang": ("timeout", "stopped after its limit of 6 s", -signal.SIGKILL),
     "fake_exit": ("error", "called sys.exit(3)", None),
     "fake_hard_exit": ("crashed", "exit code 0 and no result", 0),
-    "fake_memory_error": ("oom_host", "an allocation of 16384.00 GiB failed", None),
     "fake_device_memory": ("oom_device", "Tried to allocate 20.00 GiB", None),
     "fake_killed": ("crashed", "SIGKILL (2 attempts)", -signal.SIGKILL),
     "fake_bug": ("error", "KeyError", None),
@@ -73,6 +84,11 @@ STATUS = {
 
 def descendants():
     return psutil.Process().children(recursive=True)
+
+
+def longer_of(names):
+    """Return the variants that are asked for a third length too."""
+    return [name for name in names if name in ("fake_device_memory", "fake_hang")]
 
 
 PLUG_INS = {
@@ -101,12 +117,15 @@ def outcome(request, tmp_path):
     if request.param == "ray":
         names = ON_RAY
     store, before = Store(tmp_path / "run"), set(descendants())
-    timings = tiny_plan([name for name in names if "train" not in name], isolation="lane")
+    timings = tiny_plan([name for name in names if name not in IN_TURNS and "train" not in name], isolation="lane")
+    longer = tiny_plan(longer_of(names), isolation="lane", seq_len=[LONGER])
+    in_turns = tiny_plan([name for name in names if name in IN_TURNS], isolation="interleaved")
     trainings = training_plan([name for name in names if "train" in name])
     hang = "fake_hang", 1024
     cells = [
         replace(item, timeout_s=6) if (item.cell.variant, item.cell.seq_len) == hang else item
-        for item in (*timings.cells, *trainings.cells)
+        for plan in (timings, longer, in_turns, trainings)
+        for item in plan.cells
     ]
     files = tuple(sorted({*timings.variant_files, *trainings.variant_files}))
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +147,7 @@ def outcome(request, tmp_path):
 
 def long(store):
     """Return the records of what did misbehave, by variant."""
-    return {item.cell.variant: item for item in store.records() if item.cell.seq_len != 16}
+    return {item.cell.variant: item for item in store.records() if item.cell.seq_len not in (16, LONGER)}
 
 
 def each_failure_has_its_name_and_reason(outcome):
@@ -148,7 +167,20 @@ def the_next_cell_is_ok_each_time(outcome):
     short = {item.cell.variant: item.status for item in store.records() if item.cell.seq_len == 16}
     timed = [name for name in names if "train" not in name]
     assert short == {name: "gate_failed" if name == "fake_nan" else "ok" for name in timed}
-    assert (summary.new, summary.left, summary.exit_code) == (len(timed) + len(names), (), 1)
+    num_cells = len(timed) + len(names) + len(longer_of(names))
+    assert (summary.new, summary.left, summary.exit_code) == (num_cells, (), 1)
+
+
+def longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(outcome):
+    store, _, _, names = outcome
+    found = {item.cell.variant: item for item in store.records() if item.cell.seq_len == LONGER}
+    expected = {
+        "fake_device_memory": ("skipped_after_oom", "not started: length 1024 of the lane ended in oom_device"),
+        "fake_hang": ("timeout", "not started: length 1024 of the lane timed out"),
+    }
+    assert {name: (record.status, record.reason) for name, record in found.items()} == {
+        name: expected[name] for name in longer_of(names)
+    }
 
 
 def a_package_that_hangs_at_import_is_not_tried_again_by_workers(outcome):
@@ -158,7 +190,7 @@ def a_package_that_hangs_at_import_is_not_tried_again_by_workers(outcome):
 
 def records_say_what_was_measured_and_how(outcome):
     store, *_ = outcome
-    record = next(item for item in store.records() if item.status == "ok")
+    record = next(item for item in store.records() if item.cell.variant == "fake_segfault" and item.status == "ok")
     assert record.timing is not None
     assert record.timing.median_ms > 0
     assert len(record.timing.samples_ms) >= 5
@@ -199,6 +231,7 @@ def test_every_failure_has_its_name_and_disturbs_no_other_cell(outcome):
     for check in (
         each_failure_has_its_name_and_reason,
         the_next_cell_is_ok_each_time,
+        longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out,
         a_package_that_hangs_at_import_is_not_tried_again_by_workers,
         records_say_what_was_measured_and_how,
         crashes_keep_the_stack_of_the_variant,
@@ -226,20 +259,6 @@ def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_pa
     (record,) = store.records()
     assert (record.status, record.attempt) == ("oom_host", 1)
     assert record.host
-
-
-def test_longer_lengths_are_not_tried_after_out_of_memory_or_a_time_out(tmp_path):
-    plan = tiny_plan(["fake_device_memory", "fake_hang"], isolation="lane", timeout_s=5, seq_len=[900, 1000, 1100])
-    store = Store(tmp_path / "run")
-    run(plan, store)
-    by_cell = {(item.cell.variant, item.cell.seq_len): item for item in store.records()}
-    assert by_cell["fake_device_memory", 900].status == "oom_device"
-    for length in (1000, 1100):
-        skipped = by_cell["fake_device_memory", length]
-        assert skipped.status == "skipped_after_oom"
-        assert skipped.reason == "not started: length 900 of the lane ended in oom_device"
-        assert by_cell["fake_hang", length].reason == "not started: length 900 of the lane timed out"
-        assert by_cell["fake_hang", length].status == "timeout"
 
 
 def test_a_source_that_changes_under_a_run_is_not_measured_as_the_old_one(tmp_path):
