@@ -87,7 +87,7 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """Five cells with a process each: one that crashes, two that are sound, two that the gate refuses."""
-    lengths = {"fake_segfault": [1024], "fake_ok": [900, 1024], "fake_nan": [900, 1024]}
+    lengths = {"fake_segfault": [900], "fake_ok": [16, 24], "fake_nan": [16, 24]}
     plans = [tiny_plan([name], seq_len=lengths[name], isolation="cell") for name in lengths]
     cells = tuple(item for plan in plans for item in plan.cells)
     store = Store(tmp_path_factory.mktemp("batches") / "run")
@@ -123,7 +123,7 @@ def test_a_lane_goes_on_in_another_process_after_a_capture_that_failed(tmp_path)
     settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
     for name, num_processes in (("fake_ok", 1), ("fake_capture", 2)):
         Watched.made = []
-        items = tiny_plan([name], seq_len=[1024, 2048], isolation="lane").cells
+        items = tiny_plan([name], seq_len=[900, 901], isolation="lane").cells
         with WorkerPool(settings, lambda: False, lambda: False) as pool:
             for item in items:
                 answer = pool.ask([item], keeps=True, isolation="lane", attempt=1)

@@ -341,21 +341,22 @@ def test_a_model_of_its_own_is_held_to_ours(twin):
 
 
 def test_steps_are_timed_in_turns_and_resumed(tmp_path: Path):
-    changes = {"isolation": "interleaved", "repeats": 2}
+    in_turns = plan(["full", "linformer"], isolation="interleaved")
     store = Store(tmp_path / "run")
-    first = run(plan(["full", "linformer"], **changes), store)
+    first = run(in_turns, store)
     records = list(store.records())
     assert [record.status for record in records] == ["ok", "ok"], [record.reason for record in records]
     assert len({record.bundle for record in records}) == 1
-    for record in records:
-        assert record.timing is not None
-        assert len(record.timing.process_sizes) == 2
+    assert all(record.timing is not None for record in records)
     assert first.new == 2
-    assert run(plan(["full", "linformer"], **changes), store).new == 0
+    assert run(in_turns, store).new == 0
 
 
 def test_members_of_a_bundle_do_not_share_weights():
     both = cells(["full", {"name": "full", "label": "again", "options": {"backend": "math"}}], isolation="interleaved")
     assert both[0].together == both[1].together != ""
-    found = run_cells_in_turns(both)
-    assert [record.status for record in found] == ["ok", "ok"], [record.reason + record.trace for record in found]
+    for is_repeat in (False, True):
+        found = run_cells_in_turns(both, is_repeat=is_repeat)
+        assert [record.status for record in found] == ["ok", "ok"], [record.reason + record.trace for record in found]
+        assert all(record.timing is not None for record in found)
+        assert all((record.memory is None) == is_repeat for record in found), "weighed once"
