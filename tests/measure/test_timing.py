@@ -18,21 +18,16 @@ def clock():
     return FakeClock()
 
 
-@pytest.fixture(autouse=True)
-def real_collector(monkeypatch):
-    """With which what is frozen is thawed; other tests are better off without. All is frozen again in the end."""
-    monkeypatch.setattr("attn_zoo.measure.timing.gc", gc)
-    yield
-    gc.freeze()
-
-
 @pytest.fixture(params=[False, True])
-def frozen_before(request):
-    """Whether what the process has loaded is frozen, as in a worker."""
-    was_frozen = gc.get_freeze_count() > 0
+def frozen_before(request, monkeypatch):
+    """Whether what the process has loaded is frozen, as in a worker.
+
+    What is frozen is really thawed here; other tests are better off without. All is frozen again in the end.
+    """
+    monkeypatch.setattr("attn_zoo.measure.timing.gc", gc)
     (gc.freeze if request.param else gc.unfreeze)()
     yield request.param
-    (gc.freeze if was_frozen else gc.unfreeze)()
+    gc.freeze()
 
 
 def test_a_constant_cost_is_measured_exactly(clock):
