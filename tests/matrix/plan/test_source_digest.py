@@ -57,46 +57,45 @@ def edit(path: Path) -> None:
     path.write_text(path.read_text() + "\n# edited\n")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_stale"),
-    [
-        ("variants/full.py", [True, True]),
-        ("attention/masks.py", [True, True]),
-        ("attention/contract.py", [True, True]),
-        ("kernels/exact/sdpa.py", [True, True]),
-        ("variants/linformer.py", [False, False]),
-        ("kernels/compress/compression.py", [False, False]),
-        ("model/stacks.py", [False, True]),
-        ("training/loop.py", [False, True]),
-        ("tasks/abstract_task.py", [False, True]),
-        ("report/units.py", [False, False]),
-        ("matrix/drive/run_plan.py", [False, False]),
-    ],
-)
-def test_an_edit_makes_stale_what_runs_the_edited_code(package, name, is_stale):
+def test_an_edit_makes_stale_what_runs_the_edited_code(package):
+    """One edit after another, each beside the digests before it: they are what takes time."""
     source = package / "variants" / "full.py"
     before = digests(source)
-    edit(package / name)
-    assert [old != new for old, new in zip(before, digests(source), strict=True)] == is_stale
+    for name, is_stale in {
+        "variants/full.py": [True, True],
+        "attention/masks.py": [True, True],
+        "attention/contract.py": [True, True],
+        "kernels/exact/sdpa.py": [True, True],
+        "variants/linformer.py": [False, False],
+        "kernels/compress/compression.py": [False, False],
+        "model/stacks.py": [False, True],
+        "training/loop.py": [False, True],
+        "tasks/abstract_task.py": [False, True],
+        "report/units.py": [False, False],
+        "matrix/drive/run_plan.py": [False, False],
+    }.items():
+        edit(package / name)
+        after = digests(source)
+        assert [old != new for old, new in zip(before, after, strict=True)] == is_stale, name
+        before = after
 
 
-@pytest.mark.parametrize(
-    ("name", "is_run"),
-    [
-        ("kernels/blocks/triton/launch.py", False),
-        ("kernels/blocks/triton/forward.py", False),
-        ("kernels/replay.py", False),
-        ("kernels/replay.cpp", False),
-        ("kernels/blocks/block_attention.py", True),
-        ("kernels/cached_launch.py", True),
-    ],
-)
-def test_what_needs_triton_decides_nothing_on_a_cpu(package, name, is_run):
+def test_what_needs_triton_decides_nothing_on_a_cpu(package):
     source = package / "variants" / "bigbird.py"
     before = {device: digests(source, device=device) for device in ("cpu", "cuda")}
-    edit(package / name)
-    assert not set(digests(source, device="cuda")) & set(before["cuda"])
-    assert (digests(source, device="cpu") != before["cpu"]) is is_run
+    for name, is_run in {
+        "kernels/blocks/triton/launch.py": False,
+        "kernels/blocks/triton/forward.py": False,
+        "kernels/replay.py": False,
+        "kernels/replay.cpp": False,
+        "kernels/blocks/block_attention.py": True,
+        "kernels/cached_launch.py": True,
+    }.items():
+        edit(package / name)
+        after = {device: digests(source, device=device) for device in ("cpu", "cuda")}
+        assert not set(after["cuda"]) & set(before["cuda"]), name
+        assert (after["cpu"] != before["cpu"]) is is_run, name
+        before = after
 
 
 def test_a_plain_file_counts_with_all_that_lies_beside_it(tmp_path):
