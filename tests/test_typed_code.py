@@ -400,30 +400,19 @@ from attn_zoo.matrix.drive import run_plan
 run_plan.note_ceilings = lambda *_, **__: None  # seconds, of the machine
 run = attn_zoo.run(
     {"name": "typed", "scaling": [dict(variants=["full"], seq_len=[16], passes=["fwd"], num_heads=2, head_dim=8,
-     dtypes=["float32"], device="cpu", budget_s=0.02, isolation="lane")]},
+     dtypes=["float32"], device="cpu", budget_s=0.02, isolation="interleaved")]},
     variants=Mine, progress=False,
 )
 print("STATUSES", sorted(run.frame["status"]), sorted(run.frame["variant"]))
 """
 
 
-def test_a_script_without_a_guard_measures_its_own_class(tmp_path):
-    """A worker that ran the whole script would start to measure again."""
-    path = tmp_path / "mine.py"
-    path.write_text("\n".join([IMPORTS, "FACTOR = 1.0", CARD, SCORED, MINE, MEASURE]))
-    done = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, check=False, cwd=tmp_path, env=_environment()
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "STATUSES ['ok', 'ok'] ['full', 'typed_mine']" in done.stdout
-
-
-def test_what_a_script_imports_from_beside_it_is_measured_and_kept_with_it(tmp_path):
-    """And counts: an edit after the class was registered is said."""
+def test_a_script_without_a_guard_measures_its_own_class_and_what_it_imports_from_beside_it(tmp_path):
+    """A worker that ran the whole script would start to measure again. What is beside it is kept with it and counts."""
     for folder in ("scripts", "elsewhere"):
         (tmp_path / folder).mkdir()
     helper = tmp_path / "scripts" / "typed_parts.py"
-    helper.write_text(SCORED.replace("FACTOR", "1.0") + "\n")
+    helper.write_text("UNIT = 1.0\n")
     edit = f"""
 open({str(helper)!r}, "a").write("# edited")
 try:
@@ -432,14 +421,16 @@ except attn_zoo.ConfigError as error:
     print(error)
 """
     path = tmp_path / "scripts" / "mine.py"
-    alone = MEASURE.replace('variants=["full"]', 'variants=["typed_mine"]').replace("variants=Mine, ", "")
-    path.write_text("\n".join([IMPORTS, "from typed_parts import scored", CARD, MINE, alone, edit]))
+    scored = SCORED.replace("FACTOR", "FACTOR * UNIT")
+    path.write_text(
+        "\n".join([IMPORTS, "from typed_parts import UNIT", "FACTOR = 1.0", CARD, scored, MINE, MEASURE, edit])
+    )
     place, environment = tmp_path / "elsewhere", _environment()
     done = subprocess.run(
         [sys.executable, str(path)], capture_output=True, text=True, check=False, cwd=place, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "STATUSES ['ok'] ['typed_mine']" in done.stdout
+    assert "STATUSES ['ok', 'ok'] ['full', 'typed_mine']" in done.stdout
     kept = place / "runs" / "typed" / "sources" / "typed_mine"
     assert {file.name for file in kept.iterdir()} == {"typed_mine.py", "typed_parts.py"}
     assert "typed_mine: it, or something it needs, was changed or typed anew since" in done.stdout
