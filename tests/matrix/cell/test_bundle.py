@@ -32,7 +32,7 @@ def cells(names: Sequence[object], **changes):
     return [item.cell for item in tiny_plan(list(names), **{**TURNS, **changes}).cells]
 
 
-def test_each_member_has_a_record_of_its_own_with_samples_of_both_processes_and_who_fails_is_not_repeated(tmp_path):
+def test_each_member_has_a_record_of_its_own_with_samples_of_both_processes(tmp_path):
     found = ran(tmp_path, ["fake_bug", "full", "fake_ok", "fake_nan", "fake_picky"], passes=["fwd_bwd"], repeats=2)
     statuses = {name: record.status for name, record in found.items()}
     assert statuses == {
