@@ -33,6 +33,15 @@ def assert_exact(actual: Tensor, plain: Tensor, exact: Tensor, what: str = "outp
     assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g}"
 
 
+def assert_one_graph(mixer: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> None:
+    """Check that the graph that is traced for the first hidden states serves those of another length, in float64."""
+    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
+    for hidden, stance in ((first, "default"), (second, "fail_on_recompile")):
+        torch._dynamo.mark_dynamic(hidden, 1)
+        with torch.compiler.set_stance(stance):
+            torch.testing.assert_close(compiled(hidden), mixer(hidden), rtol=0, atol=1e-11)
+
+
 def assert_transforms_as_autograd(mixer: Callable[[Tensor], Tensor], entries: Tensor) -> None:
     """Compare `torch.func`'s gradients of each of the entries `[N, B, L, E]`, and a derivative, with autograd."""
 

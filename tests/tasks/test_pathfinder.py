@@ -241,7 +241,7 @@ def test_the_rule_of_places_finds_a_direction_and_nothing_that_is_not_there():
 
 
 def test_where_the_markers_are_tells_more_than_how_far_apart(monkeypatch):
-    """What the task cannot take away: directions of the generator are not all alike. A fifth of its pictures do."""
+    """What the task cannot take away: directions of the generator are not all alike. A fifth of them shows it."""
     fewer = dataclasses.replace(LEVELS["short"], num_train=4_000)
     monkeypatch.setattr(Pathfinder, "levels", MappingProxyType({**LEVELS, "fewer": fewer}))
     floors = Pathfinder("fewer").floors()

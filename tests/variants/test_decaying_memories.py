@@ -18,6 +18,7 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.flop_count import count_operations
 from attn_zoo.registry import variants
 from attn_zoo.training import run_training
+from tests.exactness import assert_one_graph
 from tests.training.toy_task import cell, toy_task
 
 BATCH, HEADS, EMBED = 2, 3, 12
@@ -166,13 +167,7 @@ def test_one_graph_for_the_compiler_with_gradients(name: str):
 @torch.no_grad()
 def test_one_graph_for_the_compiler_whatever_the_length(name: str):
     """Of as many chunks, each a part of the graph of its own. To differentiate for any length takes long."""
-    mixer: AbstractMixer = make(name, chunk_len=32)
-    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
-    for length, stance in ((70, "default"), (90, "fail_on_recompile")):
-        hidden = draw(length)
-        torch._dynamo.mark_dynamic(hidden, 1)
-        with torch.compiler.set_stance(stance):
-            torch.testing.assert_close(compiled(hidden), mixer(hidden))
+    assert_one_graph(make(name, chunk_len=32), draw(70), draw(90))
 
 
 def test_it_learns_a_language(name: str):

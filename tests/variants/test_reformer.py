@@ -18,7 +18,7 @@ from attn_zoo.model import Classifier, ModelConfig
 from attn_zoo.registry import variants
 from attn_zoo.variants import reformer
 from attn_zoo.variants.reformer import EPS, Reformer, ReformerConfig
-from tests.exactness import assert_exact
+from tests.exactness import assert_exact, assert_one_graph
 
 BATCH, HEADS, DIM, EMBED = 2, 2, 3, 5
 SMALL: dict[str, Any] = {"chunk_len": 4, "num_rounds": 3}
@@ -367,13 +367,7 @@ def test_transforms_of_functions_agree_with_autograd(is_causal: bool):
 @torch.no_grad()
 def test_one_graph_for_several_lengths():
     """Of whole chunks; those of other lengths share another one. Its gradients are those of the test above."""
-    mixer = make(chunk_len=8, num_rounds=2)
-    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
-    for length, stance in ((24, "default"), (40, "fail_on_recompile")):
-        hidden = draw(length)
-        torch._dynamo.mark_dynamic(hidden, 1)
-        with torch.compiler.set_stance(stance):
-            torch.testing.assert_close(compiled(hidden), mixer(hidden), rtol=0, atol=1e-11)
+    assert_one_graph(make(chunk_len=8, num_rounds=2), draw(24), draw(40))
     torch.compiler.reset()
 
 

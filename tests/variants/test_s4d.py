@@ -19,7 +19,7 @@ from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.registry import variants
 from attn_zoo.training import run_training
 from attn_zoo.variants.s4d import StateSpace, convolve, gather, respond, transform_size
-from tests.exactness import assert_transforms_as_autograd
+from tests.exactness import assert_one_graph, assert_transforms_as_autograd
 from tests.training.toy_task import cell, toy_task
 
 BATCH, EMBED = 2, 3
@@ -409,13 +409,7 @@ def test_transforms_of_functions_agree_with_autograd(is_causal: bool):
 
 @torch.no_grad()
 def test_one_graph_for_the_compiler_whatever_the_length():
-    mixer = make(False)
-    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
-    for length, stance in ((50, "default"), (60, "fail_on_recompile")):
-        hidden = draw(length)
-        torch._dynamo.mark_dynamic(hidden, 1)
-        with torch.compiler.set_stance(stance):
-            torch.testing.assert_close(compiled(hidden), mixer(hidden))
+    assert_one_graph(make(False), draw(50), draw(60))
 
 
 @pytest.mark.parametrize(("level", "most_left"), [("language", 0.5), ("plain", 0.8)])

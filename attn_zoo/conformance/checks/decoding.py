@@ -47,7 +47,7 @@ def _pieces(length: int, seed: int) -> list[tuple[range, bool]]:
 
 
 def _ways(length: int, *, few: bool = False) -> Iterator[tuple[str, list[tuple[range, bool]]]]:
-    """Yield ways to read a sequence, in words and in pieces; of `few`, two that each go through all kinds of places."""
+    """Yield ways to read a sequence, in words and in pieces; `few`: step by step, and cut once."""
     yield "step by step", [(range(length), False)]
     if length > 1:
         for seed in range(1 if few else NUM_CUTS):
