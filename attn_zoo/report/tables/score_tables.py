@@ -138,7 +138,7 @@ def accuracy_table(group: AccuracyGroup, padded: Container[str] = ()) -> Table:
             ),
             Remark(
                 "Over floor: better than the best of chance and the trivial models by so much, which counts only "
-                "beyond the wider of two intervals: over seeds, and from the size of the test set.",
+                "beyond both errors together: over seeds, and from the size of the test set.",
                 heading=over,
             ),
             f"{size}." if size else "",

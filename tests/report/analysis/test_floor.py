@@ -1,0 +1,27 @@
+"""Where a score stands beside its floor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attn_zoo.report.analysis.floor import judge
+from attn_zoo.report.analysis.metric import Metric
+from attn_zoo.report.analysis.scores import mean_with_interval
+
+
+@pytest.mark.parametrize(("num_seeds", "spread"), [(3, 0.01), (10, 0.03)])
+def test_of_scores_that_are_the_floor_s_few_beat_it(num_seeds, spread):
+    """Seeds share a test set of 2,500, of which scores are off by 0.01: beyond each error alone are 6 % of ten."""
+    generator, floor, num_draws = np.random.default_rng(0), 0.5, 3_000
+    of_test_sets = generator.normal(floor, 0.01, (num_draws, 1))
+    draws = of_test_sets + generator.normal(0.0, spread, (num_draws, num_seeds))
+
+    def verdicts(scores):
+        return [
+            judge(*mean_with_interval(own), 2_500, {"rule": floor}, Metric("accuracy")).verdict
+            for own in scores.tolist()
+        ]
+
+    assert 0 < verdicts(draws).count("beaten") < 0.035 * num_draws  # 2.5 % are one side of 95 %
+    assert set(verdicts(draws[:50] + 0.2)) == {"beaten"}
