@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from attn_zoo.report.analysis.floor import TWO_SIDED
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
@@ -60,15 +59,20 @@ class Overview:
         return self.metric.inside(ends[0]), self.metric.inside(ends[1])
 
     def ends(self, label: str) -> tuple[float, float] | None:
-        """Return what figures draw: that interval, or of one seed the one from the sizes of the test sets alone."""
+        """Return what figures draw: that interval, or of one seed what the intervals of the tasks' scores give.
+
+        How far the mean may lie below is the root of the sum of squares of how far they may, over their number, and
+        above likewise (Zou and Donner 2008, "Construction of confidence limits about effect measures: a general
+        approach"). None where a task has no interval.
+        """
         mean, (low, high) = self.mean(label), self.interval(label)
-        if low is None or high is None:
-            errors = [score.size_error for score in self.scores(label)]
-            if mean is None or None in errors:
-                return None
-            half = TWO_SIDED * math.hypot(*filter(None, errors)) / len(errors)
-            low, high = mean - half, mean + half
-        return self.metric.inside(low), self.metric.inside(high)
+        if low is not None and high is not None:
+            return low, high
+        parts = [(score.mean, *score.ends) for score in self.scores(label) if score.ends and score.mean is not None]
+        if mean is None or len(parts) < len(self.common):
+            return None
+        below, above = (math.hypot(*(each[0] - each[end] for each in parts)) / len(parts) for end in (1, 2))
+        return mean - below, mean + above
 
     def num_seeds(self, label: str) -> int:
         """Return the fewest seeds that one of the common tasks has; 0 for none."""

@@ -171,6 +171,19 @@ def test_the_interval_of_a_mean_stays_within_what_a_score_can_be(tmp_path):
     assert found.interval("full")[1] == 1.0
 
 
+def test_of_one_seed_a_mean_of_all_right_may_still_be_off(tmp_path):
+    """Twice the same Wilson interval: the mean's is narrower by the root of two, to either side."""
+    records = runs("a", {"full": 1.0, "bigbird": 0.9}) + runs("b", {"full": 1.0, "bigbird": 0.9})
+    (found,) = overviews(tmp_path, records)
+    (one, _), (other, _) = (found.scores(label) for label in ("full", "bigbird"))
+    assert one.ends is not None
+    assert found.ends("full") == (pytest.approx(1 - (1 - one.ends[0]) / 2**0.5), 1.0)
+    assert found.ends("full")[0] < 1.0
+    low, high = found.ends("bigbird")
+    assert 0.9 - low > high - 0.9 > 0
+    assert 0.9 - low == pytest.approx((0.9 - other.ends[0]) / 2**0.5)
+
+
 def test_the_headline_says_of_which_tasks_nothing_beats_the_floor(tmp_path):
     records = runs("a", {"full": 0.8, "bigbird": 0.7}) + runs("b", {"full": 0.22, "bigbird": 0.2})
     said = headline(analysed(tmp_path, records))
