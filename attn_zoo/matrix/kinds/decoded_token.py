@@ -8,6 +8,7 @@ that doubles has room from three tokens on. Prefill is a pass of its own, timed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
@@ -57,7 +58,7 @@ class DecodeGroup(TimedCallGroup):
     has_prefill: bool = False
 
     def axes(self) -> dict[str, Sequence[Any]]:
-        return {**super().axes(), "pass_": ("prefill", "decode") if self.has_prefill else ("decode",)}
+        return {**super().axes(), "pass_": ("decode", "prefill") if self.has_prefill else ("decode",)}
 
 
 class Decode(CallKind, TimedKind):
@@ -98,10 +99,16 @@ class Decode(CallKind, TimedKind):
 
 
 def _growing(known: Record) -> float:
-    """Return the seconds that grow: of a token those of the prefill, and of the forward that it is compared with."""
-    if known.cell.pass_ == "prefill":
+    """Return the seconds that grow: of a token those of the prefill, and of the forward that it is compared with.
+
+    On a GPU kernels are compiled meanwhile, once for all lengths: no more grows than the FLOPs of both.
+    """
+    cell = known.cell
+    if cell.pass_ == "prefill":
         return seconds_of_calls(known)
-    return known.phases.get("build", 0.0) + known.phases.get("probe", 0.0)
+    read_s = known.phases.get("build", 0.0) + known.phases.get("probe", 0.0)
+    most_s = math.inf if cell.device == "cpu" else 2 * call_seconds(forward_flops(cell, call_shape(cell)), cell)
+    return min(read_s, most_s)
 
 
 def _usual(counts: Sequence[int | None]) -> int | None:

@@ -19,8 +19,8 @@ from attn_zoo.conformance.tolerance import largest, largest_error, working_toler
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
 from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
-from attn_zoo.matrix.kinds.kind import Axis, Entry, Problem, Size, Variants
-from attn_zoo.matrix.kinds.timed import TimedGroup, TimedKind
+from attn_zoo.matrix.kinds.kind import Axis, Entry, Forecast, Problem, Size, Variants
+from attn_zoo.matrix.kinds.timed import TimedForecast, TimedGroup, TimedKind
 from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
@@ -130,6 +130,9 @@ class Step(TimedKind):
         return Estimate(
             seconds + (COMPILE_S if protocol.compile else 0.0), protocol.num_layers * (one.num_bytes + saved)
         )
+
+    def forecast(self) -> Forecast:
+        return TimedForecast(once=lambda _: 0.0)  # mixers of a model are probed at its own length too
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:  # noqa: ARG002
         return StepWorkload(cell)

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from attn_zoo.conformance.gate import SPAN_LEN
 from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.cell.trial import Trial, measure_bundle
 from attn_zoo.matrix.cell.workload import AbstractWorkload
@@ -68,15 +69,24 @@ def seconds_of_calls(record: Record) -> float:
     return math.inf if timing is None else CALLS * (timing.graph_ms or timing.median_ms) / 1e3
 
 
+def seconds_of_gate(record: Record) -> float:
+    """Return the seconds of a cell's gate, where longer lengths know its verdict; on a GPU they are most of a cell."""
+    return record.phases.get("gate", 0.0) if (record.cell.seq_len or 0) >= SPAN_LEN else 0.0
+
+
 class TimedForecast(Forecast):
     """From a shorter length of the same curve, whose calls grow by the claimed exponent; or the estimate of the plan.
 
     Short calls are a small part of their cell: the rest, such as checks and the seconds of sampling, does not grow;
-    `growing` says what does.
+    `growing` says what does, and `once` what no longer length has again.
     """
 
-    def __init__(self, growing: Callable[[Record], float] = seconds_of_calls) -> None:
-        self._growing = growing
+    def __init__(
+        self,
+        growing: Callable[[Record], float] = seconds_of_calls,
+        once: Callable[[Record], float] = seconds_of_gate,
+    ) -> None:
+        self._growing, self._once = growing, once
         self._latest: dict[str, Record] = {}
 
     def add(self, record: Record) -> None:
@@ -88,7 +98,8 @@ class TimedForecast(Forecast):
         if known is not None and known.cell.seq_len and cell.seq_len and known.cell.seq_len < cell.seq_len:
             exponent = max(variants[cell.variant].complexity_of(config_of(cell)).time_exponent, 1.0)
             growth: float = (cell.seq_len / known.cell.seq_len) ** exponent
-            return known.duration_s + min(self._growing(known), known.duration_s) * (growth - 1)
+            kept_s = known.duration_s - self._once(known)
+            return kept_s + min(self._growing(known), kept_s) * (growth - 1)
         return (item.estimate_s or 0.0) / item.repeats
 
 

@@ -17,6 +17,9 @@ _HALF_GAIN = {"cpu": 0.5, "cuda": 8.0}  # 16-bit types are emulated on many CPUs
 START_S = 2.0
 """Of a process: until it has loaded torch and begins its first cell."""
 
+ENERGY_S = 6.5
+"""Of a cell whose energy is counted, once: three windows of two seconds, with calls to their ends."""
+
 CALLS, REPEATED_CALLS = 8, 3
 """In a cell of long calls: the first one and two samples, which each repeat takes; checks and memory, once for all."""
 

@@ -14,7 +14,7 @@ from typing import Any
 from attn_zoo.errors import ConfigError, suggestion
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.kinds.kind import NO_CUDA, AbstractKind, Entry, Group, Member
-from attn_zoo.matrix.plan.estimate import START_S
+from attn_zoo.matrix.plan.estimate import ENERGY_S, START_S
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.probe import probe
 from attn_zoo.matrix.plan.schema import Matrix
@@ -194,7 +194,9 @@ def _estimated(item: PlannedCell, start_s: float) -> PlannedCell:
         rough = None
     if rough is None:
         return item
-    return replace(item, estimate_s=(start_s + rough.seconds) * item.repeats, estimate_bytes=rough.num_bytes)
+    energy_s = ENERGY_S if item.has_energy and item.cell.device == "cuda" else 0.0
+    estimate_s = (start_s + rough.seconds) * item.repeats + energy_s
+    return replace(item, estimate_s=estimate_s, estimate_bytes=rough.num_bytes)
 
 
 def require_devices(cells: Iterable[PlannedCell]) -> None:

@@ -245,10 +245,22 @@ def test_a_longer_cell_is_foretold_by_its_prefill():
     phases = {"build": 1.0, "gate": 2.5, "probe": 1.5, "timing": 0.5}
     forecast = kind.forecast()
     forecast.add(Record(cell=short.cell, status="ok", duration_s=5.5, phases=phases))
-    foretold = pytest.approx(0.5 + 2.5 + 16 * 2.5)
-    assert forecast.seconds(long) == foretold, "the gate has lengths of its own"
+    foretold = pytest.approx(0.5 + 16 * 2.5)
+    assert forecast.seconds(long) == foretold, "the gate has lengths of its own, and its verdict is known"
     forecast.add(Record(cell=plan(["full"], seq_len=[2000]).cells[0].cell, status="unsupported"))
     assert forecast.seconds(long) == foretold, "a refusal took no time and says nothing"
+    below, above = plan(["full"], seq_len=[100, 400]).cells
+    forecast.add(Record(cell=below.cell, status="ok", duration_s=5.5, phases=phases))
+    assert forecast.seconds(above) == pytest.approx(0.5 + 2.5 + 16 * 2.5), "such a gate asks longer calls too"
+
+
+def test_what_compiles_on_a_gpu_is_not_expected_again_and_again():
+    """Seconds of compilers are in the first length's phases: grown with it they would end a run with a time limit."""
+    short, long = plan(["moba"], device="cuda", threads=None, dtypes=["bfloat16"], seq_len=[1024, 4096]).cells
+    forecast = kind_of(short.cell).forecast()
+    phases = {"build": 3.0, "gate": 20.0, "probe": 3.0, "timing": 0.5}
+    forecast.add(Record(cell=short.cell, status="ok", duration_s=26.5, phases=phases))
+    assert forecast.seconds(long) == pytest.approx(6.5, abs=0.1)
 
 
 def test_repeats_are_not_expected_to_compare_themselves_again():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.matrix import claimed_costs
-from attn_zoo.matrix.plan.estimate import CALLS, REPEATED_CALLS, START_S, assumed_rate
+from attn_zoo.matrix.plan.estimate import CALLS, ENERGY_S, REPEATED_CALLS, START_S, assumed_rate
 from attn_zoo.matrix.plan.expand import estimated, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
 from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, source_digest
@@ -118,6 +118,17 @@ def test_of_long_calls_a_repeat_takes_the_first_and_two_samples_and_one_repeat_c
         return plan.estimate_s - repeats * START_S
 
     assert calls_s(3) == pytest.approx(calls_s(1) * (CALLS + 2 * REPEATED_CALLS) / CALLS)
+
+
+@pytest.mark.parametrize(("device", "takes_s"), [("cuda", ENERGY_S), ("cpu", 0.0)])
+def test_energy_takes_seconds_once_where_it_can_be_counted(device, takes_s):
+    """A run with a time limit began such cells when it had no time for them."""
+    plan = make_plan(make_matrix(["full"], device=device, threads=None, repeats=3))
+    items = [replace(item, refusal=None, estimate_s=None) for item in plan.cells]  # where there is no GPU too
+    pairs = zip(estimated(items), estimated(replace(item, has_energy=True) for item in items), strict=True)
+    for without, counted in pairs:
+        assert without.estimate_s is not None
+        assert counted.estimate_s == pytest.approx(without.estimate_s + takes_s)
 
 
 def test_no_more_scores_are_forecast_than_there_are_flops_to_use_them():
