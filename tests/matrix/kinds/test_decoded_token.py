@@ -260,7 +260,7 @@ def test_what_compiles_on_a_gpu_is_not_expected_again_and_again():
     forecast = kind_of(short.cell).forecast()
     phases = {"build": 3.0, "gate": 20.0, "probe": 3.0, "timing": 0.5}
     forecast.add(Record(cell=short.cell, status="ok", duration_s=26.5, phases=phases))
-    assert forecast.seconds(long) == pytest.approx(6.5, abs=0.1)
+    assert forecast.seconds(long) == pytest.approx(6.5)
 
 
 def test_repeats_are_not_expected_to_compare_themselves_again():
