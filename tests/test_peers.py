@@ -107,6 +107,8 @@ FLEX_PROGRAM = """
 import importlib.util, sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 from attn_zoo import BuildContext, UnsupportedError, build_attention, load_file
 from attn_zoo.kernels.blocks.layout import BlockLayout
 
@@ -119,9 +121,24 @@ keep = layout.pattern().to_dense()[0]
 value = torch.eye(1000).expand(1, 2, -1, -1)
 nothing = torch.zeros(1, 2, 1000, 16)
 assert torch.equal(module.reference(nothing, nothing, value)[0] > 0, keep)
-_, seen = module._mask(1000, torch.device("cpu"))
+largest = 0
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        global largest
+        found = func(*args, **(kwargs or {}))
+        largest = max(largest, found.numel() if isinstance(found, torch.Tensor) else 0)
+        return found
+
+
+module = build_attention("flex_bigbird", build)
+with Watch():
+    mask, seen = module._mask(1000, torch.device("cpu"))
 assert seen.shape == (2, 16, 16), seen.shape
-mask = module._masks[1000][0]
+assert largest < 1000 * 1000, largest
+asked = create_block_mask(mask.mask_mod, None, 2, 1000, 1000, device="cpu", BLOCK_SIZE=64)
+assert all(map(torch.equal, mask.as_tuple()[2:10], asked.as_tuple()[2:10]))
 assert torch.equal(mask.to_dense()[0].bool(), seen)
 
 # As on a Hopper GPU, where blocks of 64 have no backward.
@@ -137,7 +154,7 @@ with FakeTensorMode():
 
 
 def test_flex_bigbird_holds_no_pairs_of_tokens_and_refuses_blocks_without_a_backward():
-    """Of 65 536 tokens and 16 heads they would be 69 GB on the host, twice while it is checked."""
+    """Of 65 536 tokens and 16 heads they would be 69 GB, twice while the mask is made: no card of 80 GB holds them."""
     [path] = [path for path in PEERS if path.stem == "flex_bigbird"]
     command = [sys.executable, "-c", FLEX_PROGRAM, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -6,10 +6,10 @@ On a CPU it has no backward pass, so only `infer` can be measured there, and its
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from attn_zoo import AbstractAttention, BuildContext, UnsupportedError, VariantConfig, register_attention
 from attn_zoo.kernels.blocks.call import why_not_flex
@@ -33,6 +33,12 @@ class FlexBigBirdConfig(VariantConfig):
     num_window_blocks: int = 3
     num_global_blocks: int = 2
     num_random_blocks: int = 3
+
+
+def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (count, indices) of the true blocks of each row of `[H, rows, columns]`, those first, for a batch of 1."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None], order.int()[None]
 
 
 @register_attention(
@@ -80,11 +86,9 @@ class FlexBigBirdAttention(AbstractAttention):
 
     def __init__(self, config: FlexBigBirdConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self._masks: dict[int, tuple[Any, Tensor]] = {}
+        self._masks: dict[int, tuple[BlockMask, Tensor]] = {}
 
-    def _mask(self, seq_len: int, device: torch.device) -> tuple[Any, Tensor]:
-        from torch.nn.attention.flex_attention import create_block_mask
-
+    def _mask(self, seq_len: int, device: torch.device) -> tuple[BlockMask, Tensor]:
         if seq_len not in self._masks:
             config = self.config
             size = config.block_size
@@ -103,12 +107,18 @@ class FlexBigBirdAttention(AbstractAttention):
                 layer_index=self.build.layer_index,
             )
             seen = layout.pattern().to_dense()[0].to(device)  # [H, blocks, blocks]
+            # As `create_block_mask` has it, which asks every pair of tokens, and copies what it is told: 2 H L L bytes.
+            partial, full = torch.zeros_like(seen), seen.clone()
+            if seq_len % size:  # the ends hang over
+                partial[:, -1], partial[:, :, -1] = seen[:, -1], seen[:, :, -1]
+                full &= ~partial
 
             def is_visible(batch: Tensor, head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:  # noqa: ARG001
                 return seen[head, query_at // size, key_at // size]
 
-            mask = create_block_mask(
-                is_visible, None, self.build.num_heads, seq_len, seq_len, device=str(device), BLOCK_SIZE=size
+            lists = [*_lists(partial), *_lists(full)]
+            mask = BlockMask.from_kv_blocks(
+                *lists, BLOCK_SIZE=size, mask_mod=is_visible, seq_lengths=(seq_len, seq_len)
             )
             self._masks[seq_len] = (mask, seen)
         return self._masks[seq_len]
