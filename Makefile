@@ -64,9 +64,9 @@ docs-site: $(STAMP)  ## build the documentation into site/; a broken link is an 
 gpu-test gpu-visit gpu gpu-peers gpu-energy gpu-decode gpu-accuracy: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 gpu-test:  ## tests marked gpu, with PYTHON as is (no virtual environment)
-	$(PYTHON) -m pytest tests -m gpu -q -n 12 --dist worksteal --benchmark-disable
+	$(PYTHON) -m pytest $$(grep -rl --include='test_*.py' 'mark[.]gpu' tests) -m gpu -q -n 12 --dist worksteal --benchmark-disable
 
-gpu-visit:  ## all gpu targets in one visit, most valuable first; again until nothing is left; packs records into OUT, goes on from FROM
+gpu-visit:  ## a part of each gpu target, most valuable first; again until nothing is left; packs records into OUT, goes on from FROM
 	$(PYTHON) benchmarks/gpu_visit.py --minutes $(TIME_LIMIT) --pack $(OUT) $(FROM:%=--from %)
 
 gpu:  ## scaling on the GPU, TIME_LIMIT minutes a call, again to go on, results in OUT, with PYTHON as is

@@ -3,8 +3,9 @@
     python benchmarks/gpu_visit.py --minutes 9 --pack out            # again and again, until nothing is left
     python benchmarks/gpu_visit.py --minutes 9 --pack out --from out  # on a machine that has lost the work folder
 
-Stages run in order, the most valuable first, each for its share, which is small: a visit of 13 minutes has something of
-all. What time is left then goes to those that are not complete, as their shares are. Every matrix goes on where it
+Stages run in order, the most valuable first, each for its share, which is small: a visit of 18 minutes has something of
+all. What time is left then goes to those that are not complete, as their shares are. Stages are parts of the matrices,
+chosen so that a share is enough for some of them; all of a matrix is what its own target runs. Each goes on where it
 stopped; on an unlike machine what is left is measured beside, its environment noted. After each stage its records are
 packed into one file that is small enough to carry, so a visit that is cut off loses at most a stage. The files of one
 call are of all stages, whichever of them it ran.
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEAST_MINUTES = 0.5  # a stage is not begun for less
 START_MINUTES = 0.25  # until a run counts its time: it loads torch first
 TELL_S = 20  # to say what failed, for tests whose time is over
-MOST_PACKED_BYTES = 16 * 2**20
+MOST_PACKED_BYTES = 15 * 2**20  # what carries them may take 16 MiB, names in the archive included
 LEFT_OUT = {"logs", "weights", "replaced", "figures", "tables", "checkpoints"}
 """Folders of a results folder that a pack leaves out: large, or made again from the records. Of checkpoints it takes
 those that still fit: without its own a training begins anew."""
@@ -43,7 +44,18 @@ FIRST = (
     *(f"*/fwd*/L{1024 * 2**power}/bf16/seed0" for power in range(8)),
     *(f"{name}/*/fwd*/L{length}/bf16/seed0" for name in ("linformer", "bigbird") for length in (262_144, 1_048_576)),
 )
+# One length of every group, kernels that nothing has measured yet among them.
+PEERS_FIRST = "*/scaling/fwd_bwd/L4096/*"
+# Two of them compiled: each is foretold to take a minute, and what would not fit is not begun.
+STEPS = ("full", "full compiled", "nn.TransformerEncoder", "nn.TransformerEncoder compiled", "linformer", "bigbird")
+# Of all with a state the gates alone take minutes; these took 42 s on an H100.
+DECODED = ("full", "linear_attention", "local_window")
+GPU_TESTS = sorted(str(path) for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text("utf-8"))
 HOST_BOUND = ("full", "linformer", "bigbird", "local_window", "moba", "linear_attention")
+
+
+def _only(*globs: str) -> tuple[str, ...]:
+    return tuple(f"--only={glob}" for glob in globs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +65,14 @@ class Stage:
     Args:
         name: of the stage.
         minutes: its share, and its weight where more time is shared out.
+        least: minutes for which it is begun: what is timed in turns is recorded when all of it is there.
         matrix: name of its file in `benchmarks`; empty where the stage runs something else.
         more: further arguments of `attn-zoo run`, or all of them of Python.
     """
 
     name: str
     minutes: float
+    least: float = LEAST_MINUTES
     matrix: str = ""
     more: tuple[str, ...] = ()
 
@@ -76,28 +90,33 @@ class Stage:
 STAGES: tuple[Stage, ...] = (
     Stage(
         name="tests",
-        minutes=2.75,
+        minutes=3.25,
         more=(
-            "-m",
-            "pytest",
-            "tests",
-            "-m",
-            "gpu",
-            "-q",
-            "-n",
-            "12",
-            "--dist",
-            "worksteal",
-            "--benchmark-disable",
-            "-rfE",
+            *("-m", "pytest", *GPU_TESTS),
+            *("-m", "gpu", "-q", "-n", "12", "--dist", "worksteal", "--benchmark-disable", "-rfE"),
         ),
     ),
-    Stage(name="host-time", minutes=0.5, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
-    Stage(name="scaling, first", minutes=2.5, matrix="scaling-gpu", more=tuple(f"--only={glob}" for glob in FIRST)),
-    Stage(name="peers", minutes=2, matrix="peers-gpu"),
-    Stage(name="accuracy", minutes=2.5, matrix="lra-small", more=("--jobs", "3")),
-    Stage(name="decode", minutes=1.5, matrix="decode-gpu"),
-    Stage(name="energy", minutes=0.75, matrix="energy-gpu"),
+    Stage(name="host-time", minutes=0.75, more=("benchmarks/host_time.py", "--profile", *HOST_BOUND)),
+    Stage(name="scaling, first", minutes=2.25, matrix="scaling-gpu", more=_only(*FIRST)),
+    Stage(name="peers, first", minutes=2.5, matrix="peers-gpu", more=_only(PEERS_FIRST)),
+    Stage(
+        name="steps",
+        minutes=2.75,
+        least=2.75,
+        matrix="peers-gpu",
+        more=_only(*(f"{label}/scaling/step/L2048/*" for label in STEPS)),
+    ),
+    Stage(name="accuracy", minutes=2.25, matrix="lra-small", more=("--jobs", "3", *_only("*/seed0"))),
+    Stage(
+        name="decode",
+        minutes=1.75,
+        least=1.5,
+        matrix="decode-gpu",
+        more=_only(*(f"{name}/decode/L*" for name in DECODED)),
+    ),
+    Stage(name="energy", minutes=1.5, least=1.5, matrix="energy-gpu"),
+    # Not the steps: a plan in which those of a bundle have unequally many repeats begins all of it anew.
+    Stage(name="peers", minutes=0.5, matrix="peers-gpu", more=_only("*/scaling/fwd*")),
     Stage(name="scaling", minutes=0.5, matrix="scaling-gpu"),
 )
 
@@ -258,12 +277,12 @@ def visit(
             share = stage.minutes - mine["minutes"]
             if is_rest:
                 weights = sum(one.minutes for one in stages[place:] if _goes_on(state[one.name]))
-                share = max(LEAST_MINUTES, rest * stage.minutes / weights) if weights else 0.0
+                share = max(stage.least, rest * stage.minutes / weights) if weights else 0.0
             share = min(rest, share)
             is_broken = is_rest and not _goes_on(mine)
             # What begins anew would not come further than it did.
             is_hopeless = not stage.matrix and share <= mine["minutes"]
-            if not mine["left"] or is_broken or is_hopeless or share < LEAST_MINUTES:
+            if not mine["left"] or is_broken or is_hopeless or share < stage.least:
                 continue
             start = now()
             mine["left"] = run_stage(stage, work, share, device)

@@ -189,8 +189,13 @@ def count(call: Call) -> Enqueued:
     return enqueued
 
 
-def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, Call]:
-    """Print the table; return the calls with backward by name."""
+def most_calls(enqueued: Enqueued) -> int:
+    """Return how many such calls are not waited for."""
+    return max(1, min(CALLS, QUEUE // (enqueued.launches + len(enqueued.kernels))))
+
+
+def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, tuple[Call, int]]:
+    """Print the table; return the calls with backward by name, and how many of each are not waited for."""
     calls: dict[str, tuple[Call, Call]] = {}
     for name in names if sizes.stand_in else (TORCH, *names):
         try:
@@ -201,11 +206,11 @@ def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, Call]:
             calls.pop(name, None)
             print(f"{name}: {error.reason}")
     counts = {(name, kind): count(call) for name, pair in calls.items() for kind, call in enumerate(pair)}
+    num_calls = {key: most_calls(enqueued) for key, enqueued in counts.items()}
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in counts}
     for _ in range(ROUNDS):  # in turns: the machine's speed changes
-        for (name, kind), enqueued in counts.items():
-            num_calls = max(1, min(CALLS, QUEUE // (enqueued.launches + len(enqueued.kernels))))
-            seconds[name, kind].append(seconds_of(calls[name][kind], num_calls, sizes.device))
+        for name, kind in counts:
+            seconds[name, kind].append(seconds_of(calls[name][kind], num_calls[name, kind], sizes.device))
     rows = []
     for name in calls:
         row = [name]
@@ -220,19 +225,20 @@ def show(names: Sequence[str], sizes: argparse.Namespace) -> dict[str, Call]:
     what = f"{sizes.seq_len} tokens, H = {sizes.num_heads}, D = {sizes.head_dim}, {sizes.dtype}, {where}"
     print_table(f"Host time of a forward, then with backward: {what}", ["", *["us", "of torch", "enqueued"] * 2], rows)
     print("of torch: median of ratios by round. enqueued: Triton launches + torch's operators, allocations.")
-    return {name: pair[1] for name, pair in calls.items()}
+    return {name: (pair[1], num_calls[name, 1]) for name, pair in calls.items()}
 
 
-def print_profile(name: str, call: Call) -> None:
+def print_profile(name: str, call: Call, num_calls: int, device: str) -> None:
     profile, text = cProfile.Profile(), io.StringIO()
-    profile.enable()
-    for _ in range(CALLS * ROUNDS):
-        call()
-    profile.disable()
+
+    def profiled() -> None:
+        with profile:
+            call()
+
+    for _ in range(ROUNDS):  # waits for the device between them, which no profile shows as a function's time
+        seconds_of(profiled, num_calls, device)
     pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(15)
-    print(
-        f"\n{name}, with backward, {CALLS * ROUNDS} calls", text.getvalue().partition("ncalls")[2], sep="\n    ncalls"
-    )
+    print(f"\n{name}, with backward, {ROUNDS * num_calls} calls\n    ncalls{text.getvalue().partition('ncalls')[2]}")
 
 
 def main() -> None:
@@ -263,8 +269,8 @@ def main() -> None:
     with stand_in() if sizes.stand_in else nullcontext():
         calls = show(sizes.names or list(list_variants()), sizes)
         if sizes.profile:
-            for name, call in calls.items():
-                print_profile(name, call)
+            for name, (call, num_calls) in calls.items():
+                print_profile(name, call, num_calls, sizes.device)
 
 
 if __name__ == "__main__":

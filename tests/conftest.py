@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from attn_zoo import cli
 from attn_zoo.kernels.gpu_replays import replays_on
+from attn_zoo.matrix.cell import conditions
 from attn_zoo.registry import Registry
 
 # Examples that failed are kept in the checkout, where that can be written.
@@ -46,8 +47,10 @@ _keep_what_is_freed()
 
 # Beside each of several workers torch's compiler would start a process for each core and wait for them at the end: on a
 # card two of twelve workers did so when all tests had passed (torch 2.11, for up to five minutes).
+# And a timed cell would wait for them to leave the card, four times two seconds.
 if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    conditions.SETTLING_S = 0.0
 
 # Calls on a card are replayed as in a run: compiled before the workers start, which then find it.
 if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" not in os.environ and (_replays := replays_on("cuda")):

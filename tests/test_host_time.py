@@ -30,6 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 def test_calls_are_shown_beside_torchs_own(monkeypatch, capsys):
+    """A call that fills the queue is waited for before the next, in the profile too."""
+    monkeypatch.setattr(script, "QUEUE", 1)
     rows = run(monkeypatch, capsys, "full", "retention", "--profile", "--seq-len", "8")
     assert rows["torch"][1:5] == ["1.0", "0", "+", "1,"]  # one operator
     assert float(rows["torch"][0]) > 0
@@ -38,6 +40,7 @@ def test_calls_are_shown_beside_torchs_own(monkeypatch, capsys):
     assert "retention" not in rows["of"]
     assert "no bidirectional form" in " ".join(rows["retention:"])
     assert "ncalls" in rows
+    assert rows["full,"] == ["with", "backward,", "3", "calls"]
 
 
 @pytest.mark.triton
