@@ -42,6 +42,12 @@ On an H100 a plan for forward and backward takes 0.15 s (torch 2.11, 16 heads of
 what the efficient kernel takes at 1024 tokens, 1.8 ms at 4096, so a plan is repaid by 900 calls or by 80.
 """
 
+CUDNN_RATES = tuple(number / 16 for number in range(16))
+"""Of dropout, that cuDNN has: some of its kernels round others, and newer torch refuses it at those.
+
+github.com/pytorch/pytorch/pull/174245; torch 2.11 takes it at any rate.
+"""
+
 EAGER_ONLY = frozenset({"unmasked"})
 """Backends whose launches torch's compiler cannot trace."""
 
@@ -261,6 +267,14 @@ def _why_not_flash(call: ExactCall) -> str | None:
     return _gate(call, "flash", cuda.can_use_flash_attention)
 
 
+def _why_not_cudnn(call: ExactCall) -> str | None:
+    if reason := _outside_cuda(call):
+        return reason
+    if call.dropout_p not in CUDNN_RATES:
+        return f"its dropout rates are multiples of 1/16, and this one is {call.dropout_p:g}"
+    return _gate(call, "cudnn", cuda.can_use_cudnn_attention)
+
+
 def _why_not_unmasked(call: ExactCall) -> str | None:
     if call.is_causal or call.slopes is not None or call.is_grouped:
         return "it is offered for calls without a causal mask and ALiBi, with as many heads of keys as of queries"
@@ -296,7 +310,7 @@ _WHY_NOT: dict[str, Callable[[ExactCall], str | None]] = {
     "math": lambda call: None,  # noqa: ARG005 - dense torch operations run everywhere
     "flash": _why_not_flash,
     "efficient": lambda call: _outside_cuda(call) or _gate(call, "efficient", cuda.can_use_efficient_attention),
-    "cudnn": lambda call: _outside_cuda(call) or _gate(call, "cudnn", cuda.can_use_cudnn_attention),
+    "cudnn": _why_not_cudnn,
     "unmasked": _why_not_unmasked,
     "varlen": _why_not_varlen,
     "flex": lambda call: flex_attention.why_not(call.query, needs_grad=call.needs_grad, dropout_p=call.dropout_p),
@@ -358,8 +372,10 @@ def select(backend: str, call: ExactCall, *, is_compiled: bool = False) -> tuple
 def select_while_compiling(backend: str, call: ExactCall) -> tuple[str, str | None]:
     """Return what `select` does, as a constant of the graph: the compiler cannot trace torch's checks.
 
-    They are asked about small tensors of the same kind, so that sizes which do not matter stay free.
+    They are asked about small tensors of the same kind, so that sizes which do not matter stay free, and about one of
+    two dropout rates, which stand for all.
     """
+    rate = 0.5 if call.dropout_p in CUDNN_RATES else 0.1
     head_dim = operator.index(call.query.shape[-1])
     query_len = 128 if call.query.shape[2] > 1 else 1
     key_len = query_len if call.query.shape[2] == call.key.shape[2] else query_len + 128
@@ -372,7 +388,7 @@ def select_while_compiling(backend: str, call: ExactCall) -> tuple[str, str | No
         is_causal=call.is_causal,
         has_padding=call.key_padding_mask is not None,
         has_slopes=call.slopes is not None,
-        dropout_p=0.5 if call.dropout_p > 0 else 0.0,
+        dropout_p=rate if call.dropout_p > 0 else 0.0,
         needs_grad=call.needs_grad,
     )
 

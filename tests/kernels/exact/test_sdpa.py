@@ -77,6 +77,31 @@ def test_the_table_is_complete_and_has_sources():
     assert {row.device for row in PREFERENCES} == {"cpu", "cuda"}
 
 
+def cuda_tensor(length, num_heads=H):
+    """Return what the rule looks at of a tensor on a GPU."""
+    like = {"device": torch.device("cuda"), "is_cuda": True, "dtype": torch.bfloat16, "requires_grad": False}
+    return SimpleNamespace(shape=(2, num_heads, length, D), numel=lambda: length, **like)
+
+
+def test_cudnn_has_dropout_in_sixteenths_only(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "_gate", lambda *_: None)
+    tensor = cuda_tensor(4096)
+    taken = {p: choose(call(query=tensor, key=tensor, value=tensor, dropout_p=p)) for p in (0.0, 0.1, 0.125, 0.5, 0.9)}
+    assert taken == {0.0: "cudnn", 0.1: "flash", 0.125: "cudnn", 0.5: "cudnn", 0.9: "flash"}
+    tenth = call(query=tensor, key=tensor, value=tensor, dropout_p=0.1)
+    assert "multiples of 1/16, and this one is 0.1" in str(backends.why_not("cudnn", tenth))
+
+
+def test_a_compiler_asks_about_a_rate_of_the_same_kind(monkeypatch):
+    asked, select = [], backends.select
+    monkeypatch.setattr(backends, "select", lambda *a, **kw: (asked.append(a[1].dropout_p), select(*a, **kw))[1])
+    compiled = torch.compile(lambda x, p: attend(x, x, x, dropout_p=p), backend="eager", fullgraph=True)
+    for rate, kind in ((0.1, 0.1), (0.2, 0.1), (0.25, 0.5), (0.0, 0.0)):
+        compiled(draw(4)[0], rate)
+        assert asked[-1] == kind
+
+
 @pytest.mark.parametrize("served", [True, False])
 def test_on_a_gpu_padding_is_counted_or_packed_where_it_can_be(monkeypatch, served):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -85,10 +110,7 @@ def test_on_a_gpu_padding_is_counted_or_packed_where_it_can_be(monkeypatch, serv
     for name in ("cudnn", "flash", "efficient"):
         monkeypatch.setitem(backends._WHY_NOT, name, lambda _: None)
 
-    def tensor(length, num_heads=H):
-        like = {"device": torch.device("cuda"), "is_cuda": True, "dtype": torch.bfloat16, "requires_grad": False}
-        return SimpleNamespace(shape=(2, num_heads, length, D), numel=lambda: length, **like)
-
+    tensor = cuda_tensor
     long, few = tensor(8192), tensor(4096)
     packed = "varlen" if served else "cudnn"
     plain = call(query=long, key=long, value=long)
