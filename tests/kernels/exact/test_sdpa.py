@@ -95,7 +95,12 @@ def test_cudnn_has_dropout_in_sixteenths_only(monkeypatch):
 
 def test_a_compiler_asks_about_a_rate_of_the_same_kind(monkeypatch):
     asked, select = [], backends.select
-    monkeypatch.setattr(backends, "select", lambda *a, **kw: (asked.append(a[1].dropout_p), select(*a, **kw))[1])
+
+    def asking(backend, of_kind, **more):
+        asked.append(of_kind.dropout_p)
+        return select(backend, of_kind, **more)
+
+    monkeypatch.setattr(backends, "select", asking)
     compiled = torch.compile(lambda x, p: attend(x, x, x, dropout_p=p), backend="eager", fullgraph=True)
     for rate, kind in ((0.1, 0.1), (0.2, 0.1), (0.25, 0.5), (0.0, 0.0)):
         compiled(draw(4)[0], rate)

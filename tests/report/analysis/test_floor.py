@@ -17,11 +17,13 @@ def test_of_scores_that_are_the_floor_s_few_beat_it(num_seeds, spread):
     of_test_sets = generator.normal(floor, 0.01, (num_draws, 1))
     draws = of_test_sets + generator.normal(0.0, spread, (num_draws, num_seeds))
 
-    def verdicts(scores):
-        return [
-            judge(*mean_with_interval(own), 2_500, {"rule": floor}, Metric("accuracy")).verdict
-            for own in scores.tolist()
-        ]
+    def verdict(scores):
+        mean, low, high = mean_with_interval(scores)
+        assert mean is not None
+        standing = judge(mean, low, high, 2_500, {"rule": floor}, Metric("accuracy"))
+        return standing and standing.verdict
 
-    assert 0 < verdicts(draws).count("beaten") < 0.035 * num_draws  # 2.5 % are one side of 95 %
-    assert set(verdicts(draws[:50] + 0.2)) == {"beaten"}
+    assert (
+        0 < [verdict(own) for own in draws.tolist()].count("beaten") < 0.035 * num_draws
+    )  # 2.5 % are one side of 95 %
+    assert {verdict(own) for own in (draws[:50] + 0.2).tolist()} == {"beaten"}
