@@ -43,9 +43,10 @@ what the efficient kernel takes at 1024 tokens, 1.8 ms at 4096, so a plan is rep
 """
 
 CUDNN_RATES = tuple(number / 16 for number in range(16))
-"""Of dropout, that cuDNN has: some of its kernels round others, and newer torch refuses it at those.
+"""Dropout rates that cuDNN has: some of its kernels round others, and newer torch refuses it at those.
 
-github.com/pytorch/pytorch/pull/174245; torch 2.11 takes it at any rate.
+github.com/pytorch/pytorch/pull/174245; torch 2.11 takes it at any rate. They are listed because the remainder of a
+rate that the compiler lets vary is always 0 to it.
 """
 
 EAGER_ONLY = frozenset({"unmasked"})

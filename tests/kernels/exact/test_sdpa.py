@@ -115,29 +115,28 @@ def test_on_a_gpu_padding_is_counted_or_packed_where_it_can_be(monkeypatch, serv
     for name in ("cudnn", "flash", "efficient"):
         monkeypatch.setitem(backends._WHY_NOT, name, lambda _: None)
 
-    tensor = cuda_tensor
-    long, few = tensor(8192), tensor(4096)
+    long, few = cuda_tensor(8192), cuda_tensor(4096)
     packed = "varlen" if served else "cudnn"
     plain = call(query=long, key=long, value=long)
     padded = plain._replace(key_padding_mask=half_padded(8192))
-    grouped = padded._replace(key=tensor(8192, 1), value=tensor(8192, 1))
+    grouped = padded._replace(key=cuda_tensor(8192, 1), value=cuda_tensor(8192, 1))
     assert choose(padded) == "unmasked"
     assert choose(grouped) == packed
     assert choose(padded._replace(is_causal=True)) == "efficient"
     assert choose(plain) == "cudnn"
-    assert choose(plain._replace(query=tensor(1))) == "flash", "cuDNN would plan for every token"
+    assert choose(plain._replace(query=cuda_tensor(1))) == "flash", "cuDNN would plan for every token"
     assert choose(plain._replace(query=few, is_causal=True)) == ("varlen" if served else "efficient")
     short = padded._replace(query=few, key=few, value=few, key_padding_mask=half_padded(4096))
-    small = short._replace(query=tensor(64))
+    small = short._replace(query=cuda_tensor(64))
     assert choose(short) == "unmasked"
     assert choose(small) == "efficient", "packing, or a plan of cuDNN, would take longer than it saves"
     assert choose(small._replace(key_padding_mask=None)) == "cudnn", "which torch takes there too"
-    assert choose(short._replace(query=tensor(64)), is_compiled=True) == packed
+    assert choose(short._replace(query=cuda_tensor(64)), is_compiled=True) == packed
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
     assert choose(grouped) == "cudnn", "who switches flash off gets none"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert choose(padded) == "efficient", "a mask makes cuDNN slow there"
-    assert choose(plain) == choose(plain._replace(query=tensor(1))) == "flash"
+    assert choose(plain) == choose(plain._replace(query=cuda_tensor(1))) == "flash"
 
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
