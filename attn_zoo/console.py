@@ -377,13 +377,13 @@ def print_plan(plan: Plan) -> None:
     assumed = "".join(f", at an assumed {rate:g} GFLOP/s in float32 on {device}" for device, rate in rates)
     out.print(
         f"{counted(len(plan.cells), 'cell')} on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; "
-        f"{repeats}measuring takes {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), "
-        "training and gates not counted",
+        f"{repeats}one after another they take {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), "
+        "gates and evaluations not counted",
         soft_wrap=True,
     )
 
 
-_SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+_SECONDS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 
 

@@ -734,7 +734,7 @@ def test_one_is_said_in_the_singular(capsys):
     begun = {item.cell.key: 1}
     print_standing(Standing(done=(), left=(item,), stale=stale, other=stale, begun=begun), [], Path("run"), [])
     print_summary(Summary(left=(item,), num_repeats=1, folder=Path("run")))
-    PlainProgress(sys.stdout).begin(1, 0, 1)
+    PlainProgress(sys.stdout).begin(1, 0, 1, 0.0)
     said = " ".join(capsys.readouterr().out.split())
     for text in (
         " 1 cell on cpu: 1 to run, 0 refused;",

@@ -53,8 +53,11 @@ def describe(record: Record) -> str:
 class Progress:
     """Told what happens; shows nothing. Must not fail and must not take time while a cell is measured."""
 
-    def begin(self, total: int, done: int, num_cells: int) -> None:
-        """Note how many measurements there are (cells, each with its repeats), how many were done before, and cells."""
+    def begin(self, total: int, done: int, num_cells: int, eta_s: float) -> None:
+        """Note how many measurements there are (cells, each with its repeats), how many were done before, and cells.
+
+        `eta_s` is roughly what the others will take.
+        """
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
         """Note that a cell starts, and roughly what the whole run still takes."""
@@ -73,11 +76,14 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One line per cell, for logs and pipes."""
+    """One line per cell, for logs and pipes: each with the time left, so that the last one tells it."""
+
+    ENDS_WITH_LEFT: ClassVar[bool] = True
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
         self.total = self.done = 0
+        self._eta_s = self._since = 0.0
 
     def say(self, text: str) -> None:
         # Reasons quote foreign text: nothing in it may steer the terminal.
@@ -86,18 +92,27 @@ class PlainProgress(Progress):
     def _print(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
 
-    def begin(self, total: int, done: int, num_cells: int) -> None:
+    def begin(self, total: int, done: int, num_cells: int, eta_s: float) -> None:
         self.total, self.done = total, done
         known = f", {done} of them done before" if done else ""
         repeats = f", {total} measurements with their repeats" if total > num_cells else ""
-        self.say(f"{counted(num_cells, 'cell')}{repeats}{known}")
+        takes = f", about {span(eta_s)} left" if eta_s else ""
+        self.say(f"{counted(num_cells, 'cell')}{repeats}{known}{takes}")
+
+    def started(self, item: PlannedCell, eta_s: float) -> None:  # noqa: ARG002
+        self._eta_s, self._since = eta_s, time.monotonic()
+
+    def _left_s(self, now: float) -> float:
+        return max(self._eta_s - (now - self._since), 0.0)
 
     def finished(self, record: Record, step: str = "", num_done: int = 1) -> None:
         self.done += num_done
         around = "" if record.overhead_s is None else f", {span(record.overhead_s)} beside what it measured"
         took = span(sum(record.phases.values()) or record.duration_s)
         what = ": ".join(filter(None, [step, describe(record)]))
-        self.say(f"[{self.done}/{self.total}] {record.cell.id}  {what}  [{took}{around}]")
+        left_s = self._left_s(time.monotonic()) if self.ENDS_WITH_LEFT and self.done < self.total else 0.0
+        left = f"  about {span(left_s)} left" if left_s else ""
+        self.say(f"[{self.done}/{self.total}] {record.cell.id}  {what}  [{took}{around}]{left}")
 
 
 class LiveProgress(PlainProgress):
@@ -106,6 +121,7 @@ class LiveProgress(PlainProgress):
     It is redrawn once a second by whoever waits, not by a thread: threads would take time from what is measured.
     """
 
+    ENDS_WITH_LEFT: ClassVar[bool] = False
     MAX_SHOWN: ClassVar[int] = 8
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -116,11 +132,11 @@ class LiveProgress(PlainProgress):
         self._console = Console(file=self.stream, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._running: dict[str, tuple[str, float]] = {}  # id and start by key
-        self._eta_s = self._since = self._drawn = 0.0
+        self._drawn = 0.0
 
-    def begin(self, total: int, done: int, num_cells: int) -> None:
+    def begin(self, total: int, done: int, num_cells: int, eta_s: float) -> None:
         self._live.start()
-        super().begin(total, done, num_cells)
+        super().begin(total, done, num_cells, eta_s)
 
     def _print(self, text: str) -> None:
         from rich.text import Text
@@ -128,7 +144,7 @@ class LiveProgress(PlainProgress):
         self._console.print(Text(text))
 
     def started(self, item: PlannedCell, eta_s: float) -> None:
-        self._eta_s, self._since = eta_s, time.monotonic()
+        super().started(item, eta_s)
         self._running[item.cell.key] = item.cell.id, self._since
         self.tick()
 
@@ -147,8 +163,7 @@ class LiveProgress(PlainProgress):
 
     def _picture(self, now: float) -> list[str]:
         """Return the lines to show: one for a single cell, otherwise one for each and one for all."""
-        left = max(self._eta_s - (now - self._since), 0.0)
-        known = f"about {span(left)} left in all" if self._eta_s else "time left unknown"
+        known = f"about {span(self._left_s(now))} left in all" if self._eta_s else "time left unknown"
         running = list(self._running.values())
         if len(running) == 1:
             (name, since) = running[0]

@@ -135,9 +135,9 @@ class Session(Control):
         return False
 
     def started(self, item: PlannedCell) -> None:
-        self._progress.started(item, self._left_s())
+        self._progress.started(item, self.left_s())
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
         """Return the seconds that all which waits will take.
 
         It is added up anew only when a hundred times as long has passed as that takes: thousands may wait.
@@ -450,7 +450,7 @@ def run(
         )
         total = sum(item.repeats for item in plan.cells)
         missing = sum(item.repeats - len(repeats.get(item.cell.key, ())) for item in left)
-        progress.begin(total, total - missing, len(plan.cells))
+        progress.begin(total, total - missing, len(plan.cells), session.left_s())
         if num_fewer := sum(_has_fewer(item, records.get(item.cell.key)) for item in plan.cells):
             kept = "cells that keep a record of fewer processes than `repeats` says now"
             progress.say(f"{kept}: {num_fewer}; --retry ok measures these and all others anew")

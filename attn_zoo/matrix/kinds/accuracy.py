@@ -38,6 +38,7 @@ from attn_zoo.matrix.kinds.kind import (
     as_axis,
     combinations,
 )
+from attn_zoo.matrix.plan.estimate import Estimate, training_estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -185,6 +186,14 @@ class Accuracy(AbstractKind):
                         timeout_s=group.timeout_s,
                         keep_weights=group.keep_weights,
                     )
+
+    def estimate(self, item: PlannedCell) -> Estimate:
+        from attn_zoo.training.protocol import protocol_of
+
+        protocol = protocol_of(item.cell)
+        spec = tasks[str(item.cell.task)](str(item.cell.level)).spec
+        num_steps = protocol.num_steps + (protocol.pretrain_steps if protocol.pretrain else 0)
+        return training_estimate(item, protocol, spec, num_steps)
 
     def is_probed(self, cell: Cell) -> bool:
         return bool(cell.overrides.get("pretrain"))
@@ -441,7 +450,7 @@ def _idle_problems(given: Mapping[str, Any], trained: Sequence[Protocol]) -> Ite
 
 
 class TrainingForecast(Forecast):
-    """From the same training with another seed, or else from ever less similar ones."""
+    """From the same training with another seed, or else from ever less similar ones, or the estimate of the plan."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, list[float]] = {}
@@ -453,7 +462,7 @@ class TrainingForecast(Forecast):
 
     def seconds(self, item: PlannedCell) -> float:
         known = (self._seconds[likeness] for likeness in self._likenesses(item.cell) if likeness in self._seconds)
-        return mean(next(known, [0.0]))
+        return mean(next(known, [item.estimate_s or 0.0]))
 
     @staticmethod
     def _likenesses(cell: Cell) -> Iterator[str]:

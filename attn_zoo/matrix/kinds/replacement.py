@@ -36,6 +36,7 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.trial import in_phase
 from attn_zoo.matrix.kinds.accuracy import Accuracy, AccuracyGroup, TaskGroup, data_dir_of, prepare, train
 from attn_zoo.matrix.kinds.kind import Axis, Member, Problem
+from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
@@ -92,6 +93,15 @@ class Replace(Accuracy):
         if cell.replaces == cell.variant or cell.replaces not in variants:
             return own
         return own[:8] + source_digest(variants[cell.replaces], self.rooms, cell.device)[:8]
+
+    def estimate(self, item: PlannedCell) -> Estimate:
+        """Return the cost of the updates after the exchange; the model is trained once for all that is put into it."""
+        cell = item.cell
+        before = super().estimate(replace(item, cell=_as_training(cell, **_member(cell.replaces))))
+        if not cell.adapt_steps:
+            return Estimate(0.0, before.num_bytes, shared_s=before.seconds)
+        after = super().estimate(replace(item, cell=_adapting(cell)))
+        return Estimate(after.seconds, max(before.num_bytes, after.num_bytes), shared_s=before.seconds)
 
     def is_probed(self, cell: Cell) -> bool:  # noqa: ARG002
         return False  # what is pretrained is not the variant of the cell

@@ -18,22 +18,19 @@ from attn_zoo.conformance import gate_model
 from attn_zoo.conformance.tolerance import largest, largest_error, working_tolerance
 from attn_zoo.errors import GateError, UnknownNameError, UnsupportedError
 from attn_zoo.matrix.cell.workload import AbstractWorkload, Call
-from attn_zoo.matrix.claimed_costs import DTYPE_BYTES, Claims, call_shape, forward_flops
+from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds.kind import Axis, Entry, Forecast, Problem, Size, Variants
 from attn_zoo.matrix.kinds.timed import TimedForecast, TimedGroup, TimedKind
-from attn_zoo.matrix.plan.estimate import Estimate, call_estimate, rough_seconds
+from attn_zoo.matrix.plan.estimate import COMPILE_S, Estimate, rough_seconds, step_estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
 from attn_zoo.matrix.plan.source_digest import TRAINING_ROOMS
 from attn_zoo.measure.memory import memory_of_update
 from attn_zoo.measure.passes import num_unlike
-from attn_zoo.records import PASSES, STEP_VERSION, Cell, Memory
+from attn_zoo.records import STEP_VERSION, Cell, Memory
 from attn_zoo.registry import variants
 
 if TYPE_CHECKING:
     from attn_zoo.training.learner import AbstractLearner, Learner
-
-COMPILE_S = 60.0
-"""Assumed, for a model that is compiled first."""
 
 
 class StepEntry(Entry):
@@ -113,23 +110,11 @@ class Step(TimedKind):
         return [_refusal(cell) for cell in cells]
 
     def estimate(self, item: PlannedCell) -> Estimate:
-        """Return the cost of the attention in every layer and of the linear maps around it."""
         from attn_zoo.training.learner import step_protocol
 
-        cell = item.cell
-        one = call_estimate(item)
-        assert cell.seq_len is not None and cell.batch_size is not None  # noqa: PT018  every step has both
-        protocol = step_protocol(cell)
-        tokens, embed_dim, ffn_dim = cell.batch_size * cell.seq_len, protocol.embed_dim, protocol.ffn_dim
-        feed_forward = 4 * tokens * embed_dim * ffn_dim
-        shape = call_shape(cell)
-        num_forwards = PASSES["step"].num_forwards(variants[cell.variant].complexity.ratio(shape))
-        flops = protocol.num_layers * (forward_flops(cell, shape) + feed_forward) * num_forwards
-        seconds = rough_seconds(flops, item)
-        saved = tokens * (8 * embed_dim + 2 * ffn_dim) * DTYPE_BYTES[cell.dtype]
-        return Estimate(
-            seconds + (COMPILE_S if protocol.compile else 0.0), protocol.num_layers * (one.num_bytes + saved)
-        )
+        protocol = step_protocol(item.cell)
+        flops, num_bytes = step_estimate(item, protocol)
+        return Estimate(rough_seconds(flops, item) + (COMPILE_S if protocol.compile else 0.0), num_bytes)
 
     def forecast(self) -> Forecast:
         return TimedForecast(once=lambda _: 0.0)  # mixers of a model are probed at its own length too

@@ -153,8 +153,8 @@ def _asked_twice(first: PlannedCell, second: PlannedCell) -> PlannedCell:
 def _dealt(lanes: Sequence[Sequence[PlannedCell]], index: int, count: int) -> list[list[PlannedCell]]:
     """Return what one of several shards has of each lane: what takes longest is dealt out first, to who has least.
 
-    By estimates for one thread, which are the same on all machines that plan a shard. What has none (training) counts
-    as the longest that has one.
+    By estimates for one thread, which are the same on all machines that plan a shard. What has none counts as the
+    longest that has one.
     """
 
     def piece(item: PlannedCell) -> tuple[str, int | None]:
@@ -182,12 +182,12 @@ def estimated(items: Iterable[PlannedCell]) -> list[PlannedCell]:
     processes = [None if item.refusal else item.process for item in items]
     sharing = Counter(processes)
     return [
-        item if item.refusal or item.estimate_s is not None else _estimated(item, START_S / sharing[process])
+        item if item.refusal or item.estimate_s is not None else _estimated(item, sharing[process])
         for item, process in zip(items, processes, strict=True)
     ]
 
 
-def _estimated(item: PlannedCell, start_s: float) -> PlannedCell:
+def _estimated(item: PlannedCell, num_sharing: int) -> PlannedCell:
     try:
         rough = kind_of(item.cell).estimate(item)
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
@@ -195,7 +195,8 @@ def _estimated(item: PlannedCell, start_s: float) -> PlannedCell:
     if rough is None:
         return item
     energy_s = ENERGY_S if item.has_energy and item.cell.device == "cuda" else 0.0
-    estimate_s = (start_s + rough.seconds) * item.repeats + energy_s
+    once_s = (START_S + rough.shared_s) / num_sharing
+    estimate_s = (once_s + rough.seconds) * item.repeats + energy_s
     return replace(item, estimate_s=estimate_s, estimate_bytes=rough.num_bytes)
 
 

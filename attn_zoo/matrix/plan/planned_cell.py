@@ -32,7 +32,7 @@ class PlannedCell(Json):
             load, so isolated cells leave it to the first that differs in length and pass only; but for kinds that have
             no formula.
         keep_weights: store what was trained.
-        estimate_s: rough seconds of all repeats, set-up included; None where nothing is known (training).
+        estimate_s: rough seconds of all repeats, set-up included; None where nothing is known.
         estimate_bytes: rough bytes at the peak; None likewise.
     """
 

@@ -26,6 +26,8 @@ MISSING = "\u2013"  # en dash
 
 _WIDTHS = (48, 40, 32, 24, 18)
 """Letters to which texts are cut where space is short: the first that fits."""
+_ROOMY = (200, 160, 120, 96, 72)
+"""Likewise where all columns have space."""
 _OPTIONAL = 3  # columns of this priority and above go before texts are made brief
 
 
@@ -352,9 +354,11 @@ def to_terminal(table: Table, console: Console) -> None:
 
 def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
-    texts = table.texts()
-    full = [[column.cut(text, _WIDTHS[0]) for column, text in zip(table.columns, row, strict=True)] for row in texts]
     wanted = list(range(len(table.columns)))
+    for longest in (*_ROOMY, _WIDTHS[0]):
+        full = _cut(table, longest)
+        if _width(table, full, wanted) <= width:
+            return full, wanted
     while _width(table, full, wanted) > width:
         worst = max(wanted, key=lambda index: (table.columns[index].priority, index))
         if table.columns[worst].priority < _OPTIONAL:
@@ -371,6 +375,12 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
             break
         kept = [index for index in kept if index != worst]
     return next((brief for brief in briefs if _width(table, brief, kept) <= width), briefs[-1]), kept
+
+
+def _cut(table: Table, longest: int) -> list[list[str]]:
+    return [
+        [column.cut(text, longest) for column, text in zip(table.columns, row, strict=True)] for row in table.texts()
+    ]
 
 
 def _brief(table: Table, longest: int, *, is_last: bool = False) -> list[list[str]]:

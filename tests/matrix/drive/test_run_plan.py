@@ -1,8 +1,10 @@
 """Running a plan: resume, stale and retried records, time limit, Ctrl-C, environments; with an engine that fakes."""
 
 import io
+import itertools
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -376,23 +378,25 @@ class TestProgress:
             replace(base, status="error", reason="\x1b[31mred\nalert"),
         ]
 
-    def test_plain_lines_without_a_terminal(self):
+    def test_plain_lines_without_a_terminal(self, monkeypatch):
         stream = io.StringIO()
         progress = make_progress(stream)
         assert type(progress) is PlainProgress
         item, records = self.records()
-        progress.begin(3, 0, 3)
+        monkeypatch.setattr(time, "monotonic", itertools.count().__next__)  # a second passes between any two looks
+        progress.begin(3, 0, 3, 5000.0)
         for record in records:
-            progress.started(item, 10.0)
+            progress.started(item, 100.0)
             progress.tick()
             progress.finished(record)
         progress.end()
         lines = stream.getvalue().splitlines()
-        assert lines[0] == "3 cells"
+        assert lines[0] == "3 cells, about 1 h 23 min left"
         what = "16 ms (95 %: 4 to 64), peak 1 MiB"
-        assert lines[1] == f"[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  {what}  [1 min 01 s]"
+        assert lines[1] == f"[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  {what}  [1 min 01 s]  about 1 min 39 s left"
         assert "accuracy 0.500 (chance: 0.100)" in lines[2]
         assert "error: ?[31mred" in lines[3], "control characters of foreign text are not shown"
+        assert lines[3].endswith("]"), "nothing is left"
         assert "\x1b" not in stream.getvalue()
 
     def test_one_live_line_on_a_terminal(self, monkeypatch):
@@ -406,7 +410,7 @@ class TestProgress:
         progress = make_progress(stream)
         assert isinstance(progress, LiveProgress)
         item, records = self.records()
-        progress.begin(3, 1, 3)
+        progress.begin(3, 1, 3, 130.0)
         progress.started(item, 125.0)
         progress.tick()
         progress.finished(records[0])
@@ -415,6 +419,7 @@ class TestProgress:
         text = stream.getvalue()
         assert "[2/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  0.0 s, about 2 min 05 s left in all" in text
         assert "careful" in text
+        assert text.count("left") == text.count("left in all") + 1, "below, and once in the first line"
         monkeypatch.setenv("NO_COLOR", "1")
         assert type(make_progress(Terminal())) is PlainProgress
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,8 @@ from attn_zoo import api
 from attn_zoo.errors import ConfigError, UnsupportedError
 from attn_zoo.matrix.kinds.accuracy import TrainingForecast
 from attn_zoo.matrix.kinds.all_kinds import kind_of
-from attn_zoo.matrix.plan.expand import make_plan, require_devices
+from attn_zoo.matrix.plan.estimate import COMPILE_S, START_S
+from attn_zoo.matrix.plan.expand import estimated, make_plan, require_devices
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix, restore_matrix
 from attn_zoo.model.config import LEAKY_NORM
 from attn_zoo.records import Record, Score
@@ -137,7 +139,7 @@ def test_processes_that_train_together_are_part_of_the_key_and_need_enough_of_ev
     assert "data_parallel" not in TINY_TRAINING, "two processes have the batch of one"
     forecast = TrainingForecast()
     forecast.add(TestForecast().record(one, 8.0))
-    assert (forecast.seconds(one), forecast.seconds(two)) == (8.0, 0.0)
+    assert (forecast.seconds(one), forecast.seconds(two)) == (8.0, two.estimate_s)
 
     (item,) = training_plan(["fake_train_ok"], overrides={**TINY_TRAINING, "norm": "batch_norm"}, **RANKS).cells
     assert item.refusal is not None
@@ -351,15 +353,51 @@ class TestForecast:
         other_variant = next(item for item in plan.cells if item.cell.variant == "fake_train_slow")
         elsewhere = next(item for item in plan.cells if item.cell.level == "recall")
         times = TrainingForecast()
-        assert times.seconds(first) == 0.0
+        assert times.seconds(first) == first.estimate_s
         times.add(self.record(first, 10.0))
         assert [times.seconds(item) for item in (same_trial, other_trial, other_variant)] == [10.0, 10.0, 10.0]
-        assert times.seconds(elsewhere) == 0.0
+        assert times.seconds(elsewhere) == elsewhere.estimate_s
         times.add(self.record(other_variant, 100.0))
         assert times.seconds(other_variant) == 100.0
         assert times.seconds(same_trial) == 10.0
         times.add(replace(self.record(same_trial, 1e6), status="timeout"))
         assert times.seconds(same_trial) == 10.0, "only finished trainings count"
+
+
+def test_a_plan_foretells_trainings():
+    """A plan of hours must not look like one of seconds: time grows with all that an update computes, and with them."""
+
+    def estimate(task: str = "needle", level: str = "2k", **overrides: Any) -> tuple[float, int]:
+        overrides = {"num_steps": 100, "batch_size": 32, **overrides}
+        (item,) = training_plan(["full"], task=task, level=level, overrides=overrides, threads=1).cells
+        assert item.estimate_s is not None
+        assert item.estimate_bytes is not None
+        return item.estimate_s - START_S, item.estimate_bytes
+
+    seconds, num_bytes = estimate()
+    twice = pytest.approx(2 * seconds)
+    assert estimate(num_steps=200)[0] == twice
+    assert estimate(num_layers=4)[0] == twice
+    assert estimate(batch_size=64)[0] == twice
+    assert estimate(pretrain="masked", pretrain_steps=100)[0] == twice
+    assert estimate(compile=True)[0] == pytest.approx(seconds + COMPILE_S)
+    longer_s, longer_bytes = estimate(level="8k")
+    assert 12 * seconds < longer_s < 16 * seconds
+    assert longer_bytes > 2 * num_bytes
+    one = estimate("selective_copying", "lengths")[0]
+    assert estimate("rewriting", "long")[0] == pytest.approx(2 * one, rel=0.01), "what is read and what is written"
+
+
+@pytest.mark.parametrize(("device", "threads", "gain"), [("cpu", None, 1), ("cpu", 1, 2), ("cuda", None, 2)])
+def test_processes_that_train_together_take_less_where_each_has_a_device(device, threads, gain):
+    def seconds(**changes: Any) -> float:
+        overrides = {**TINY_TRAINING, "num_layers": 8192, "embed_dim": 4096, "compile": False}
+        (item,) = training_plan(["fake_train_ok"], overrides=overrides, threads=threads, **changes).cells
+        [one] = estimated([replace(item, cell=replace(item.cell, device=device), refusal=None, estimate_s=None)])
+        assert one.estimate_s is not None
+        return one.estimate_s - START_S
+
+    assert seconds() == pytest.approx(gain * seconds(data_parallel=2))
 
 
 def test_the_variant_of_the_cross_attention_counts_in_the_digest():

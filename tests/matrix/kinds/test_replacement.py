@@ -19,6 +19,7 @@ from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.kinds import replacement
 from attn_zoo.matrix.kinds.replacement import EqualWeights, give_weights, with_equal_weights
+from attn_zoo.matrix.plan.estimate import START_S
 from attn_zoo.matrix.plan.expand import Plan, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix
 from attn_zoo.matrix.store.store import Store
@@ -124,6 +125,17 @@ def test_the_cells_of_one_model_follow_each_other_in_one_process():
     assert {item.isolation for item in found} == {"lane"}
     assert len({item.lane for item in found}) == 2
     assert {item.cell.seed for item in found if item.lane == found[0].lane} == {found[0].cell.seed}
+
+
+def test_a_plan_counts_the_training_once_and_the_updates_afterwards_for_each_cell():
+    def seconds(adapt_steps: list[int]) -> list[float]:
+        overrides = {**TINY, "num_steps": 8000, "eval_every": 8000}
+        return [item.estimate_s or 0.0 for item in plan(["full"], adapt_steps=adapt_steps, overrides=overrides).cells]
+
+    [alone] = seconds([0])
+    training_s = alone - START_S
+    assert training_s > 1.0
+    assert seconds([0, 8000]) == pytest.approx([alone / 2, alone / 2 + training_s])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -325,13 +326,14 @@ def test_a_formula_is_asked_once_for_each_shape():
     assert claimed_costs._remembered.cache_info().misses == 2
 
 
-@pytest.mark.parametrize("kind", ["scaling", "decode", "step", "approximation"])
+@pytest.mark.parametrize("kind", ["scaling", "decode", "step", "approximation", "accuracy", "replacement"])
 def test_a_formula_that_fails_stops_no_plan_whatever_the_kind(monkeypatch, kind):
     def flops(*_: object) -> None:
         raise ZeroDivisionError
 
     claimed_costs._remembered.cache_clear()
     monkeypatch.setattr(Variant, "flops", flops)
-    group = {"variants": ["full"], "seq_len": 64, "device": "cpu"}
+    own: dict[str, Any] = {"accuracy": {"task": "listops"}, "replacement": {"task": "listops", "of": "full"}}
+    group = {"variants": ["full"], "device": "cpu", **own.get(kind, {"seq_len": 64})}
     items = make_plan(parse_matrix({"name": "x", kind: [group]}, "x")).cells
     assert {(item.refusal, item.estimate_s, item.estimate_bytes) for item in items} == {(None, None, None)}

@@ -69,6 +69,16 @@ def test_no_line_is_wider_than_the_terminal_and_no_row_wraps(nasty_tables, width
         assert len(body.splitlines()) == 3 + len(table.rows)
 
 
+def test_a_reason_stands_whole_where_the_terminal_is_wide_enough():
+    reason = "backend 'flash' cannot serve this call: it takes no mask, and causal calls with L != S need one"
+    columns = (text_column("variant", priority=0), text_column("reason", priority=2))
+    table = Table(name="t", title="T", notes=(), columns=columns, rows=({"variant": "full", "reason": reason},))
+    assert reason in printed(table, 120)
+    assert "\u2026" not in printed(table, 120)
+    assert [len(line) <= 80 for line in printed(table, 80).splitlines()] == [True] * 4
+    assert "\u2026" in printed(table, 80)
+
+
 def test_the_longest_and_the_shortest_length_are_the_last_to_go(nasty_tables):
     table = next(table for table in nasty_tables if table.name.startswith("time-"))
     heading = printed(table, 60).splitlines()[1].split()

@@ -280,7 +280,7 @@ def test_the_live_picture_names_every_running_cell(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     progress = LiveProgress(Terminal())
     items = training_plan(["fake_train_ok"], seeds=list(range(10))).cells
-    progress.begin(10, 0, 10)
+    progress.begin(10, 0, 10, 0.0)
     for item in items[:2]:
         progress.started(item, 0.0)
     now = time.monotonic()
