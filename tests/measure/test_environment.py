@@ -59,6 +59,7 @@ def test_the_power_that_a_gpu_is_held_to_is_recorded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)  # that of a CUDA build would ask the card
     monkeypatch.setattr(energy, "power_limit_w", lambda device: 700.0 if str(device) == "cuda:0" else None)
     assert capture_environment().gpu_power_limit_w == 700.0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

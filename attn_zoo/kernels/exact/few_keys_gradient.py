@@ -108,6 +108,9 @@ def few_keys_kernel(
     keys = load_tile(
         sequence_start(key, key_strides, batch, head), key_strides.token, batch * 0, key_at, features, is_key, is_masked
     )
+    # Turned here: where they are used, Triton 3.9 would keep them in registers and write them to shared memory anew for
+    # each tile, with ten times as many spills.
+    turned_keys = tl.trans(keys)
     if of_keys:
         values = load_tile(
             sequence_start(value, value_strides, batch, head),
@@ -118,6 +121,7 @@ def few_keys_kernel(
             is_key,
             is_masked,
         )
+        turned_values = tl.trans(values)
     query_start = sequence_start(query, query_strides, batch, head)
     grad_start = sequence_start(grad_output, grad_output_strides, batch, head)
     target_start = sequence_start(grad_query, grad_query_strides, batch, head)
@@ -137,7 +141,7 @@ def few_keys_kernel(
         grads = load_tile(grad_start, grad_output_strides.token, first, within, features, is_query, is_ragged)
         weights = tl.zeros([block_q, block_k], query.dtype.element_ty)
         if always:
-            scores = tl.dot(queries, tl.trans(keys))
+            scores = tl.dot(queries, turned_keys)
             if is_masked:
                 scores = tl.where(is_key[None, :], scores, float("-inf"))
             exponentials = tl.exp2(scores * score_scale - (tl.max(scores, 1) * score_scale)[:, None])
@@ -147,14 +151,14 @@ def few_keys_kernel(
         if of_keys:
             slopes = weights  # of the scores; in the registers of the weights, of which nothing is left to do
             if always:
-                of_weights = tl.dot(grads, tl.trans(values))
+                of_weights = tl.dot(grads, turned_values)
                 delta = tl.sum(weights.to(tl.float32) * of_weights, 1)
                 if has_short_products:
                     slopes = weights * (of_weights - delta[:, None]).to(queries.dtype)
                 else:
                     slopes = (weights.to(tl.float32) * (of_weights - delta[:, None])).to(queries.dtype)
             key_sums = tl.dot(tl.trans(queries), slopes, key_sums)
-            result = tl.trans(tl.dot(tl.trans(keys), tl.trans(slopes))) * scale
+            result = tl.trans(tl.dot(turned_keys, tl.trans(slopes))) * scale
             place = target_start + first.to(tl.int64) * grad_query_strides.token
             place += within[:, None] * grad_query_strides.token + features[None, :]
             if is_ragged:
