@@ -346,6 +346,9 @@ class Registry(Generic[_Entry]):
             for file in dict.fromkeys(file for file, _ in self._plain_files.values()):
                 own = ", ".join(repr(each) for each, (source, _) in self._plain_files.items() if source == file)
                 see += f"; {Path(file).name} registers {own}"
+            loaded = {file for file, _ in self._plain_files.values()}
+            if any(path.stem == name and str(path.resolve()) not in loaded for path in Path().glob("*.py")):
+                see += f"; {name}.py here is not loaded: --variant-file {name}.py, in Python attn_zoo.load_file"
             raise UnknownNameError(self.kind, name, sorted(self._entries), see)
         return self._entries[name]
 

@@ -100,6 +100,17 @@ def test_unknown_names_name_near_matches_and_the_command():
         registry.remove("other")
 
 
+def test_an_unknown_name_may_be_that_of_a_file_here_that_nobody_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    registry, _ = new_registry()
+    with pytest.raises(UnknownNameError, match=r"; mine\.py here is not loaded: --variant-file mine\.py, in Python"):
+        _ = registry["mine"]
+    registry.add("other", 1, "me", plain_file=str(tmp_path / "mine.py"))
+    with pytest.raises(UnknownNameError, match=r"; mine\.py registers 'other'\)"):
+        _ = registry["mine"]
+
+
 def test_an_unknown_name_may_be_that_of_a_provider_that_could_not_be_loaded():
     registry, _ = new_registry([LoadFailure(provider="broken (broken.one)", reason="ValueError: no")])
     with pytest.raises(UnknownNameError, match=r"things list shows all 0, and why broken \(broken\.one\) could not be"):
