@@ -674,7 +674,7 @@ class Cell(Json, _Keyed):
     def id(self) -> str:
         """Readable name, such as `linformer/scaling/fwd/L4096/bf16/seed0`. Not unique across option sets.
 
-        What a training protocol decides is not repeated.
+        What a training protocol decides is not repeated, nor are sizes that a matrix has by default.
         """
         short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(
             self.dtype, self.dtype
@@ -690,10 +690,12 @@ class Cell(Json, _Keyed):
             (short, not is_training or self.dtype != "float32"),
             ("mixer", self.scope == "mixer"),
             (str(self.protocol), not is_training and not has_own_sizes),
-            (f"B{self.batch_size}", not is_training and not has_own_sizes),
+            (f"B{self.batch_size}", not is_training and (not has_own_sizes or self.batch_size not in (None, 1))),
             ("causal", self.is_causal),
             ("padded", self.has_padding),
             (f"dropout{self.dropout_p:g}", has_own_sizes and self.dropout_p > 0),
+            (f"H{self.num_heads}", has_own_sizes and self.num_heads not in (None, 8)),
+            (f"G{self.num_kv_heads}", has_own_sizes and self.num_kv_heads not in (None, self.num_heads)),
             (f"D{self.head_dim}", has_own_sizes and self.head_dim not in (None, 64)),
             ("pretrain", bool(self.overrides.get("pretrain")) and "pretrain" not in self.grid),
             (f"{self.data_parallel}ranks", self.data_parallel > 1),

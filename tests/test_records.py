@@ -267,6 +267,9 @@ def test_ids_are_readable():
     assert replace(CELL, dtype="bfloat16").id == "full/scaling/fwd/L512/bf16/seed0"
     named = replace(CELL, label="mine", scope="mixer", is_causal=True, has_padding=True, dropout_p=0.1, head_dim=32)
     assert named.id == "mine/scaling/fwd/L512/fp32/mixer/causal/padded/dropout0.1/D32/seed0"
+    sized = replace(CELL, batch_size=4, num_heads=4, num_kv_heads=2)
+    assert sized.id == "full/scaling/fwd/L512/fp32/B4/H4/G2/seed0"
+    assert replace(CELL, num_heads=8, num_kv_heads=8).id == "full/scaling/fwd/L512/fp32/seed0"
     accuracy = Cell(kind="accuracy", variant="full", task="listops", level="short", protocol="cpu-small", seed=2)
     assert accuracy.id == "full/accuracy/listops/short/cpu-small/seed2"
 

@@ -38,7 +38,7 @@ class ScalingGroup(TimedCallGroup):
         passes: what is timed; see `attn_zoo.records.PASSES`.
         is_causal: later keys hidden.
         has_padding: the last quarter of every second sequence is padding, of the first one too.
-        dropout_p: on attention weights.
+        dropout_p: on attention weights; none in the pass `"infer"`, which is evaluation.
     """
 
     passes: Axis[CallPass] = ("fwd",)

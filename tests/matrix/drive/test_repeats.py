@@ -90,8 +90,8 @@ def test_rounds_over_the_matrix_then_one_record_each_and_no_parts(tmp_path):
     assert not (store.folder / "replaced").exists()
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("2 cells, 6 measurements with their repeats, about ")
-    assert lines[1].startswith("[1/6] fake_ok/scaling/fwd/L16/fp32/D8/seed0  repeat 1 of 3: 1 ms")
-    assert lines[6].startswith("[6/6] fake_ok/scaling/fwd/L32/fp32/D8/seed0  repeat 3 of 3: 2 ms (")
+    assert lines[1].startswith("[1/6] fake_ok/scaling/fwd/L16/fp32/H1/D8/seed0  repeat 1 of 3: 1 ms")
+    assert lines[6].startswith("[6/6] fake_ok/scaling/fwd/L32/fp32/H1/D8/seed0  repeat 3 of 3: 2 ms (")
     assert "by 3 processes" in lines[6]
 
 

@@ -281,7 +281,7 @@ def test_time_limit_leaves_what_would_not_fit_and_says_so(tmp_path, ten_seconds)
     engine = FakeEngine(before=ten_seconds, duration_s=10.0, call_ms=1250.0)
     summary = run(plan, Store(tmp_path / "run"), engine=engine, time_limit_min=0.75)
     # 16 takes 10 s, all of it calls, so 32 is expected to take 40 s and does not fit into 45 s.
-    assert engine.started == ["fake_ok/scaling/fwd/L16/fp32/D8/seed0", "full/scaling/fwd/L16/fp32/D8/seed0"]
+    assert engine.started == ["fake_ok/scaling/fwd/L16/fp32/H1/D8/seed0", "full/scaling/fwd/L16/fp32/H1/D8/seed0"]
     assert summary.stopped == "time limit"
     assert [item.cell.seq_len for item in summary.left] == [32, 64, 128, 32, 64, 128]
     assert summary.exit_code == 0
@@ -392,8 +392,8 @@ class TestProgress:
         progress.end()
         lines = stream.getvalue().splitlines()
         assert lines[0] == "3 cells, about 1 h 23 min left"
-        what = "16 ms (95 %: 4 to 64), peak 1 MiB"
-        assert lines[1] == f"[1/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  {what}  [1 min 01 s]  about 1 min 39 s left"
+        what = "16 ms (95 %: 4 to 64), peak 1 MiB  [1 min 01 s]  about 1 min 39 s left"
+        assert lines[1] == f"[1/3] fake_ok/scaling/fwd/L16/fp32/H1/D8/seed0  {what}"
         assert "accuracy 0.500 (chance: 0.100)" in lines[2]
         assert "error: ?[31mred" in lines[3], "control characters of foreign text are not shown"
         assert lines[3].endswith("]"), "nothing is left"
@@ -417,9 +417,9 @@ class TestProgress:
         progress.say("careful")
         progress.end()
         text = stream.getvalue()
-        assert "[2/3] fake_ok/scaling/fwd/L16/fp32/D8/seed0  0.0 s, about 2 min 05 s left in all" in text
+        assert "[2/3] fake_ok/scaling/fwd/L16/fp32/H1/D8/seed0  0.0 s, about 2 min 05 s left in" in text
         assert "careful" in text
-        assert text.count("left") == text.count("left in all") + 1, "below, and once in the first line"
+        assert text.count("left") == text.count("left in") + 1, "below, and once in the first line"
         monkeypatch.setenv("NO_COLOR", "1")
         assert type(make_progress(Terminal())) is PlainProgress
 

@@ -68,7 +68,7 @@ def test_a_cell_says_all_that_decides_an_error():
     (cell,) = cells(["full"], inputs="local", is_causal=True)
     assert (cell.kind, cell.scope, cell.pass_, cell.inputs) == ("approximation", "attention", None, "local")
     assert cell.protocol_version == APPROXIMATION_VERSION
-    assert cell.id == "full/approximation/local/L96/fp32/causal/D16/seed0"
+    assert cell.id == "full/approximation/local/L96/fp32/causal/H2/D16/seed0"
     assert cell.key != replace(cell, inputs="topics").key
 
 

@@ -77,7 +77,7 @@ def test_a_cell_says_all_that_decides_a_token():
     [cell] = cells(["full"], num_kv_heads=1, batch_size=[3])
     assert (cell.kind, cell.pass_, cell.is_causal, cell.num_kv_heads) == ("decode", "decode", True, 1)
     assert (cell.protocol_version, cell.num_tokens) == (PROTOCOL_VERSION, 3)
-    assert cell.id == "full/decode/L100/fp32/causal/D8/seed0"
+    assert cell.id == "full/decode/L100/fp32/B3/causal/H2/G1/D8/seed0"
 
 
 def test_who_cannot_decode_is_refused_with_the_reason():

@@ -85,7 +85,7 @@ def test_every_field_of_the_matrix_reaches_the_cell():
     assert (cell.head_dim, cell.dtype, cell.pass_, cell.seed, cell.scope) == (16, "float64", "bwd", 5, "mixer")
     assert (cell.is_causal, cell.has_padding, cell.dropout_p, cell.threads) == (True, True, 0.25, 1)
     assert (item.isolation, item.timeout_s, item.budget_s) == ("lane", 7.0, 0.5)
-    assert cell.id == "my full/scaling/bwd/L32/fp64/mixer/causal/padded/dropout0.25/D16/seed5"
+    assert cell.id == "my full/scaling/bwd/L32/fp64/mixer/B3/causal/padded/dropout0.25/H4/G2/D16/seed5"
     assert item.estimate_s is not None
     assert item.estimate_bytes is not None
     assert plan.estimate_s == pytest.approx(item.estimate_s)
@@ -176,10 +176,16 @@ def test_without_a_gpu_cuda_cells_are_refused_but_not_for_a_cluster(monkeypatch)
     assert {item.refusal for item in make_plan(matrix, is_remote=True).cells} == {None}
 
 
+def test_every_cell_of_a_group_has_an_id_of_its_own():
+    sizes = {"batch_size": [1, 4], "num_heads": [4, 8], "head_dim": [8, 64], "dtypes": ["float32", "bfloat16"]}
+    cells = make_plan(make_matrix(["full"], seq_len=[16], num_kv_heads=4, **sizes)).cells
+    assert len({item.cell.id for item in cells}) == len(cells) == 16
+
+
 def test_only_keeps_matching_cells():
     matrix = make_matrix(["full", "fake_ok"])
     assert {item.cell.id for item in make_plan(matrix, only=["fake_*L16/*"]).cells} == {
-        "fake_ok/scaling/fwd/L16/fp32/D8/seed0"
+        "fake_ok/scaling/fwd/L16/fp32/H1/D8/seed0"
     }
     with pytest.raises(ConfigError, match=r"no cell matches nothing  \(a cell's id looks like full/scaling/"):
         make_plan(matrix, only=["nothing"])
