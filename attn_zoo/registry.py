@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
@@ -663,7 +663,7 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         checked = _checked(model, given)
     except ValidationError as error:
         problems = []
-        refused: dict[tuple[str, str], dict[str, str]] = {}  # each type of a union says what it misses in one value
+        refused: dict[tuple[str, str], dict[str, Any]] = {}  # each type of a union says what it misses in one value
         for detail in error.errors(include_url=False):
             path = ".".join(str(part) for part in detail["loc"])
             if detail["type"] == "extra_forbidden":
@@ -671,10 +671,10 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
                 problems.append(("", f"unknown option {path!r}{suggestion(path, known)}  ({options_text})"))
             else:
                 place = str(detail["loc"][0]), repr(detail["input"])
-                refused.setdefault(place, {})[path] = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}"
-        for (option, value), texts in refused.items():
-            path = option if len(texts) > 1 else next(iter(texts))
-            problems.append((path, f"{', or '.join(dict.fromkeys(texts.values()))}; got {value}"))
+                refused.setdefault(place, {})[path] = detail
+        for (option, value), details in refused.items():
+            path = option if len(details) > 1 else next(iter(details))
+            problems.append((path, refusal(list(details.values()), value)))
         raise ConfigError(source, problems) from None
     try:
         return config(**{name: getattr(checked, _OWN + name) for name in given})
@@ -684,6 +684,60 @@ def make_config(config: type[_Config], options: Mapping[str, Any], source: str) 
         raise ConfigError(source, [("", str(error))]) from None
     except Exception as error:
         raise ConfigError(source, [("", _raised(error))]) from error
+
+
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "frozen_set": "a list",
+    "dict": "a table",
+    "model": "a table",
+    "dataclass": "a table",
+}
+_LIMITS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_SHOULD_BE = "Input should be "
+
+
+def refusal(details: Sequence[Mapping[str, Any]], got: str) -> str:
+    """Return our sentence for what pydantic says of one value: expected this, or that; got something else.
+
+    Args:
+        details: from `ValidationError.errors()`, one of each type that the value might have had.
+        got: the value, as it is shown.
+    """
+    expected: list[str] = []
+    named: list[str] = []
+    for detail in details:
+        context = detail.get("ctx", {})
+        match detail["type"]:
+            case "literal_error" | "enum":
+                only = str(context["expected"])
+                choices = [choice.strip("'") for choice in only.replace(" or ", ", ").split(", ")]
+                named += choices
+                expected.append(f"one of {', '.join(choices)}" if len(choices) > 1 else only)
+            case kind if kind in _LIMITS:
+                key, words = _LIMITS[kind]
+                limit = context[key]
+                expected.append(f"{words} {limit:g}" if isinstance(limit, float) else f"{words} {limit}")
+            case kind if kind.removesuffix("_type") in _TYPES:
+                expected.append(_TYPES[kind.removesuffix("_type")])
+            case _ if detail["msg"].startswith(_SHOULD_BE):
+                expected.append(detail["msg"].removeprefix(_SHOULD_BE))
+            case _:
+                return f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {got}"
+    value = details[0]["input"]
+    hint = suggestion(value, named) if isinstance(value, str) else ""
+    return f"expected {', or '.join(dict.fromkeys(expected))}; got {got}{hint}"
 
 
 def _unreadable(error: Exception) -> str:

@@ -240,7 +240,7 @@ def test_methods_without_the_keywords_of_the_contract_are_refused():
         ({"capabilities": None}, r"capabilities: expected Capabilities\(\.\.\.\); got None"),
         (
             {"capabilities": replace(CARD["capabilities"], causal="yes")},
-            r"capabilities\.causal: input should be a valid boolean, or input should be 'masked'; got 'yes'",
+            r"capabilities\.causal: expected true or false, or 'masked'; got 'yes'",
         ),
         ({"complexity": replace(CARD["complexity"], time_exponent="2")}, r"complexity\.time_exponent: .*; got '2'"),
         ({"complexity": replace(CARD["complexity"], flops=12)}, r"complexity\.flops: .*callable; got 12"),
@@ -463,7 +463,7 @@ def test_what_toml_cannot_say_is_made_of_what_it_can():
     assert made == RichConfig(kind=Kind.HARD, tags=frozenset({"a"}), inner=Inner(3), _size=4, copy=2)
     assert made == make_config(RichConfig, {item.name: getattr(made, item.name) for item in option_fields(made)}, "x")
     for options, message in (
-        ({"kind": "HARD"}, r"kind: .*'soft' or 'hard'; got 'HARD'"),
+        ({"kind": "HARD"}, r"kind: expected one of soft, hard; got 'HARD'; did you mean 'hard'\?"),
         ({"inner": {"deep": 3}}, r"inner\.deep: .*got 3"),
         ({"inner": {"depth": 3.0}}, r"inner\.depth: .*integer; got 3\.0"),
         ({"half": 3}, r"unknown option 'half'.*options are kind, tags, inner, dtype, copy, _size\)"),
@@ -480,10 +480,10 @@ def test_what_toml_cannot_say_is_made_of_what_it_can():
         ({"proj_len": "8"}, r"proj_len: .*integer.*got '8'"),
         ({"proj_len": 8.0}, r"proj_len: .*integer.*got 8\.0"),
         ({"proj_len": True}, r"proj_len: .*integer.*got True"),
-        ({"is_scaled": 1}, r"is_scaled: .*boolean.*got 1"),
-        ({"sharing": "head"}, r"sharing: .*'none' or 'headwise'.*got 'head'"),
+        ({"is_scaled": 1}, r"is_scaled: expected true or false; got 1"),
+        ({"sharing": "head"}, r"sharing: expected one of none, headwise; got 'head'; did you mean 'headwise'\?"),
         ({"ranks": [1, "2"]}, r"ranks\.1: .*integer.*got '2'"),
-        ({"ranks": 3}, r"ranks: .*array.*got 3"),
+        ({"ranks": 3}, r"ranks: expected a list; got 3"),
         ({"proj_len": 0}, r"^me: proj_len: expected at least 1; got 0$"),
     ],
 )

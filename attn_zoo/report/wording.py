@@ -159,7 +159,7 @@ _OOM = Outcome("OOM", "out of memory", "out of memory", "X")
 OUTCOMES: Mapping[str, Outcome] = {
     "ok": Outcome("ok", "measured", "measured", "."),
     "unsupported": Outcome("refused", "refused (unsupported)", "refused", "_"),
-    "gate_failed": Outcome("wrong", "failed its correctness gate", "wrong result", "v"),
+    "gate_failed": Outcome("wrong", "failed the correctness gate", "wrong result", "v"),
     "oom_device": _OOM,
     "oom_host": _OOM,
     "skipped_after_oom": Outcome("(OOM)", "skipped: a shorter one was out of memory", "skipped after OOM", "x"),

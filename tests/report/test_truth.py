@@ -1068,7 +1068,7 @@ def test_reasons_that_are_not_named_are_counted_in_cells(tmp_path):
     records = [replace(one, cell=replace(one.cell, seed=place)) for place, one in enumerate(records)]
     said = findings(analysed(tmp_path, records))
     assert said == [
-        "15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed its correctness gate, 3 for other reasons."
+        "15 of 15 cells gave no measurement: 5 error, 4 crashed, 3 failed the correctness gate, 3 for other reasons."
     ]
 
 

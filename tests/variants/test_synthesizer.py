@@ -290,7 +290,7 @@ def test_refusals(build: dict[str, Any], capability: str):
         ({"tile_len": 0}, "tile_len: expected at least 1"),
         ({"scores": ()}, r"scores: expected one or more, each once; got \[\]"),
         ({"scores": ("dense", "dense")}, "scores: expected one or more, each once"),
-        ({"scores": ("dens",)}, "scores.0: input should be 'random'"),
+        ({"scores": ("dens",)}, r"scores\.0: expected one of random, .*; got 'dens'; did you mean 'dense'\?"),
         ({"scores": ("dense",), "is_fixed": True}, "is_fixed: expected scores with matrices of positions"),
     ],
 )

@@ -47,7 +47,7 @@ def ceilings_text(one: Ceilings) -> str:
     threads = f", {counted(one.threads, 'thread')}" if one.threads is not None else ""
     rates = f"products {one.matmul_flops_per_s / 1e12:.3g} TFLOP/s, copies {one.copy_bytes_per_s / 1e9:.4g} GB/s"
     idle = f", idle {one.idle_watts:.0f} W" if one.idle_watts is not None else ""
-    doubt = f" ({', '.join(one.flags)})" if one.flags else ""
+    doubt = f" ({', '.join(one.flags).replace('_', ' ')})" if one.flags else ""
     return f"{one.device} {one.dtype}{threads}: {rates}{idle}{doubt}"
 
 

@@ -17,7 +17,7 @@ import attn_zoo
 from attn_zoo.errors import AttnZooError, ConfigError, UnknownNameError, suggestion
 from attn_zoo.matrix.kinds.all_kinds import KINDS
 from attn_zoo.matrix.kinds.kind import AbstractKind, Group, Problem, StrictModel
-from attn_zoo.registry import make_config, variants
+from attn_zoo.registry import make_config, refusal, variants
 from attn_zoo.whole_files import read_regular
 
 MAX_FILE_BYTES = 1_000_000
@@ -291,7 +291,6 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
         parts = tuple(detail["loc"])
-        got, context = shown(detail["input"]), detail.get("ctx", {})
         match detail["type"]:
             case "extra_forbidden" if len(parts) > 1 and parts[-3:-2] == ("variants",):
                 keys = tuple(_GROUPS[str(parts[0])].entry.model_fields)
@@ -301,32 +300,17 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
                 text = unknown_key(str(parts[-1]), _GROUPS.get(str(parts[0]), root) if len(parts) > 1 else root)
             case "missing":
                 text = "this key is required"
-            case "literal_error":
-                choices = context["expected"].replace(" or ", ", ").replace("'", "")
-                hint = suggestion(str(detail["input"]), choices.split(", ")) if isinstance(detail["input"], str) else ""
-                text = f"expected one of {choices}; got {got}{hint}"
-            case "greater_than_equal":
-                text = f"expected at least {context['ge']}; got {got}"
-            case "greater_than":
-                text = f"expected more than {context['gt']:g}; got {got}"
-            case "less_than_equal":
-                text = f"expected at most {context['le']}; got {got}"
-            case "less_than":
-                text = f"expected less than {context['lt']:g}; got {got}"
             case "too_short":
                 text = "expected at least one value; got none"
             case "value_error":
-                text = str(context["error"])
+                text = str(detail["ctx"]["error"])
             case "string_pattern_mismatch":
                 text = (
-                    f"expected up to 64 letters, digits and . _ - (a label may have spaces and + = ( ) too); got {got}"
+                    "expected up to 64 letters, digits and . _ - (a label may have spaces and + = ( ) too); "
+                    f"got {shown(detail['input'])}"
                 )
-            case "int_type" | "float_type" | "bool_type" | "string_type" | "dict_type" | "model_type":
-                words = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "a string"}
-                kind = words.get(detail["type"].removesuffix("_type"), "a table")
-                text = f"expected {kind}; got {got}"
             case _:
-                text = f"{detail['msg'][:1].lower()}{detail['msg'][1:]}; got {got}"
+                text = refusal([detail], shown(detail["input"]))
         problems.append((_key_path((*prefix, *parts)), text))
     return problems
 

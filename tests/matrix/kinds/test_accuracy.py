@@ -204,7 +204,7 @@ def test_missing_data_are_refused_with_the_way_to_get_them(tmp_path, monkeypatch
         ({"grid": {"base_lr": []}}, "accuracy[0].grid.base_lr: expected at least one value; got none"),
         ({"grid": {"base_lr": [1e-3, -1.0]}}, "accuracy[0].grid.base_lr: expected more than 0; got -1.0"),
         ({"grid": {"base_lr": [1e-3, 1e-3]}}, "accuracy[0].grid.base_lr: expected each value once; 0.001 occurs"),
-        ({"grid": {"num_steps": ["many"]}}, "accuracy[0].grid.num_steps: input should be a valid integer"),
+        ({"grid": {"num_steps": ["many"]}}, "accuracy[0].grid.num_steps: expected an integer"),
         ({"grid": {"name": ["a"]}}, "accuracy[0].grid.name: is not a setting"),
         ({"grid": 3}, "accuracy[0].grid: expected a table; got 3"),
         (
