@@ -193,7 +193,7 @@ def _flops_count(subject: Subject) -> Finding:
         if abs(mechanism) <= AGREEMENT * projections:  # no products of its own: its sums count
             least = most = float(counted.additions)
             slack = AGREEMENT * projections
-            words += f" and {counted.additions} additions"
+            words += f" in products and {counted.additions} in sums over tokens; elementwise work does not count"
         else:
             least = most = float(mechanism)
             if inputs.query_len >= LONG_LENGTH:
