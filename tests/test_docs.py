@@ -18,6 +18,7 @@ from typer.main import get_command
 
 import attn_zoo
 from attn_zoo.cli import app
+from attn_zoo.conformance import CHECKS
 from attn_zoo.docs import DOCUMENTS, complexity_table, update_results_index, update_tables, variant_table
 from attn_zoo.errors import ConfigError
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -198,6 +199,14 @@ def test_matrices_in_the_documents_can_be_read():
 def test_the_page_of_matrices_names_every_shipped_one():
     section = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8").partition("## Shipped")[2].partition("\n## ")[0]
     assert [path.stem for path in (ROOT / "benchmarks").glob("*.toml") if f"`{path.stem}`" not in section] == []
+
+
+def test_the_page_of_the_method_has_every_probe():
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "attn_zoo").rglob("*.py"))
+    probes = set(re.findall(r'"((?:own|step|compiled)_[a-z_]+)"', text)) - {check.name for check in CHECKS}
+    page = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+    assert len(probes) > 10
+    assert {name for name in probes if f"`{name}`" not in page} == set()
 
 
 def test_the_python_reference_has_every_public_name():
