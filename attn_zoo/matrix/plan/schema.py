@@ -304,11 +304,11 @@ def sentences(error: ValidationError, root: type[BaseModel], prefix: tuple[str, 
                 text = "expected at least one value; got none"
             case "value_error":
                 text = str(detail["ctx"]["error"])
-            case "string_pattern_mismatch":
-                text = (
-                    "expected up to 64 letters, digits and . _ - (a label may have spaces and + = ( ) too); "
-                    f"got {shown(detail['input'])}"
-                )
+            case "string_pattern_mismatch" | "string_too_long":
+                signs = "up to 64 letters, digits and . _ -"
+                if parts[-1] == "label":
+                    signs = "up to 40 letters, digits, spaces and . _ + - = ( )"
+                text = f"expected {signs}; got {shown(detail['input'])}"
             case _:
                 text = refusal([detail], shown(detail["input"]))
         problems.append((_key_path((*prefix, *parts)), text))

@@ -118,7 +118,7 @@ dtypes = ["fp32"]
         (
             '["full"]',
             "['full', {name = 'full', label = 'a/b'}]",
-            "scaling[0].variants[1].label: expected up to 64 letters",
+            "scaling[0].variants[1].label: expected up to 40 letters",
         ),
         ("[[scaling]]", "[options.fulll]\n[[scaling]]", "options.fulll: unknown variant 'fulll'"),
         ("[[scaling]]", "[scaling]", "scaling: expected a list of groups, written [[scaling]]"),
