@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attn_zoo.displays import Run
 from attn_zoo.folder import pack_cells
-from attn_zoo.records import TRAINING_VERSION, Memory, Record, Status
+from attn_zoo.records import REPLACEMENT_VERSION, TRAINING_VERSION, Memory, Record, Status
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.pages.findings import (
     accuracy_findings,
@@ -900,11 +900,11 @@ def test_the_score_of_one_seed_is_said_to_be_one(tmp_path):
     records = [accuracy("full", seed, 0.4) for seed in range(3)] + [accuracy("linformer", 1, 0.7)]
     text = headline(analysed(tmp_path, records))
     assert text == "Accuracy on listops (short): linformer 70.0 % (one seed), full 40.0 %."
+    old = f"(one seed); floors of training version {TRAINING_VERSION - 1}; those of {TRAINING_VERSION} may be stronger."
     records = [accuracy("full", 0, 0.4, protocol_version=TRAINING_VERSION - 1)]
-    text = headline(analysed(tmp_path / "old", records))
-    assert text.endswith(
-        f"(one seed); floors of training version {TRAINING_VERSION - 1}; those of {TRAINING_VERSION} may be stronger."
-    )
+    assert headline(analysed(tmp_path / "old", records)).endswith(old)
+    records = [accuracy("full", 0, 0.4, kind="replacement", replaces="full", protocol_version=REPLACEMENT_VERSION - 1)]
+    assert headline(analysed(tmp_path / "replaced", records)).endswith(old)
 
 
 def test_a_description_says_which_of_its_times_are_the_gpu_s(tmp_path):

@@ -235,16 +235,21 @@ def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
     groups = []
     names: set[str] = set()
     every = group_training_runs(results)
-    alike = grouped((setting for setting, _ in every), _task_title)
+    alike = grouped((setting for setting, _ in every), _kind_of)
     for setting, runs in every:
         name = slug(
             *(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "", setting.exchange)
         )
-        others = alike[_task_title(setting)]
+        others = alike[_kind_of(setting)]
         varying = {field.name for field in fields(Setting) if len({getattr(one, field.name) for one in others}) > 1}
         varying |= {"replaces"}  # a title says it always
         groups.append(_group(setting, runs, results, unique_name(name, names), varying))
     return groups
+
+
+def _kind_of(setting: Setting) -> tuple[str, bool]:
+    """Return what groups must have in common for a title to tell them apart: a replacement says always that it is."""
+    return _task_title(setting), bool(setting.replaces)
 
 
 def _task_title(setting: Setting, varying: Container[str] = ()) -> str:

@@ -44,15 +44,20 @@ class Setting:
     device: str
     threads: int | None
     data_parallel: int
-    protocol_version: int
     data_digest: str
     replaces: str = ""
     adapt_steps: int = 0
+    protocol_version: int
 
     @property
     def changes(self) -> dict[str, Any]:
         """Overrides by name."""
         return dict(json.loads(self.overrides))
+
+    @property
+    def training_version(self) -> int:
+        """How these models were trained, those too in which a mechanism was replaced."""
+        return self.protocol_version % 100
 
     @property
     def exchange(self) -> str:
@@ -71,7 +76,7 @@ class Setting:
             "device": [self.device.upper()],
             "data_parallel": [f"{self.data_parallel} processes"] if self.data_parallel > 1 else [],
             "threads": [counted(self.threads, "thread")] if self.threads else [],
-            "protocol_version": [f"training version {self.protocol_version}"],
+            "protocol_version": [f"training version {self.training_version}"],
             "tuned": [f"tuned: {', '.join(self.tuned)}"] if self.tuned else [],
             "data_digest": [f"data {self.data_digest[:6] or 'unknown'}"],
             "replaces": [self.exchange] if self.exchange else [],

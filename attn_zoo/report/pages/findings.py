@@ -441,7 +441,7 @@ def _score_line(group: AccuracyGroup) -> str:
         names = [score.name for score in group.ranked if score.standing and score.standing.verdict == verdict]
         if names:
             said.append(f"{words}: {some(names)}")
-    if (version := group.setting.protocol_version) < TRAINING_VERSION:
+    if (version := group.setting.training_version) < TRAINING_VERSION:
         said.append(f"floors of training version {version}; those of {TRAINING_VERSION} may be stronger")
     return f"{group.metric.title} on {group.title}: {'; '.join(said)}." if means else ""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from attn_zoo.records import REPLACEMENT_VERSION, TRAINING_VERSION
 from attn_zoo.report.compare import compare
 from attn_zoo.report.tables.all_tables import make_tables
 from attn_zoo.report.tables.exchange_tables import exchange_table
@@ -48,8 +49,10 @@ def test_rows_are_what_models_lose_and_how_far_heads_are(tmp_path):
 
 
 def test_what_was_trained_and_what_was_exchanged_are_never_in_one_table(tmp_path):
-    trained = [accuracy(name, seed, value) for name, own in SCORES.items() for seed, value in enumerate(own)]
-    found = analysis(tmp_path, [*trained, *records(), *records(adapt_steps=100)])
+    version = {"protocol_version": TRAINING_VERSION}
+    trained = [accuracy(name, seed, value, **version) for name, own in SCORES.items() for seed, value in enumerate(own)]
+    version = {"protocol_version": REPLACEMENT_VERSION}
+    found = analysis(tmp_path, [*trained, *records(**version), *records(adapt_steps=100, **version)])
     assert [group.title for group in found.accuracy] == [
         "listops (short)",
         "listops (short, in place of full)",
