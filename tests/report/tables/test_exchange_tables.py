@@ -49,10 +49,14 @@ def test_rows_are_what_models_lose_and_how_far_heads_are(tmp_path):
 
 
 def test_what_was_trained_and_what_was_exchanged_are_never_in_one_table(tmp_path):
-    version = {"protocol_version": TRAINING_VERSION}
-    trained = [accuracy(name, seed, value, **version) for name, own in SCORES.items() for seed, value in enumerate(own)]
-    version = {"protocol_version": REPLACEMENT_VERSION}
-    found = analysis(tmp_path, [*trained, *records(**version), *records(adapt_steps=100, **version)])
+    trained = [
+        accuracy(name, seed, value, protocol_version=TRAINING_VERSION)
+        for name, own in SCORES.items()
+        for seed, value in enumerate(own)
+    ]
+    replaced = records(protocol_version=REPLACEMENT_VERSION)
+    replaced += records(adapt_steps=100, protocol_version=REPLACEMENT_VERSION)
+    found = analysis(tmp_path, [*trained, *replaced])
     assert [group.title for group in found.accuracy] == [
         "listops (short)",
         "listops (short, in place of full)",
