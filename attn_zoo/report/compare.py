@@ -164,7 +164,7 @@ class Comparison:
         return "; ".join([said, *others]) + (f": they differ in {why}" if why else "")
 
     def markdown(self, worst: int = 10) -> str:
-        """Return a comment for a pull request: what is worse, so many most different cells, all others folded away.
+        """Return a comment for a pull request: what is worse, so many most different cells, and all of them, folded.
 
         Raises:
             ConfigError: as `tables`.
@@ -174,11 +174,14 @@ class Comparison:
         head = f"{len(found)} worse by more than {much}" if found else f"Nothing is worse by more than {much}"
         lines = [f"## {head}", "", *(f"- {escape_markdown(text)}" for text in found[:worst])]
         lines += [f"- and {len(found) - worst} more"] * (len(found) > worst)
-        lines += [escape_markdown(self.agreement), ""]
+        lines += ["", escape_markdown(self.agreement), ""]  # right below an item it would be a part of that
         lines += [f"- warning: {escape_markdown(text)}" for text in self.warnings[:worst]] + [""] * bool(self.warnings)
         for table in self.tables():
             rows = sorted(table.rows, key=_severity)
             differing = tuple(row for row in rows if row["verdict"] != "same")[:worst]
+            if len(differing) == len(rows):
+                lines += [table_markdown(replace(table, rows=differing))]
+                continue
             if differing:
                 lines += [table_markdown(replace(table, rows=differing, notes=()))]
             room = _MOST_CHARACTERS - sum(map(len, lines))

@@ -173,6 +173,14 @@ def test_the_comment_for_a_pull_request_names_the_worst_first_and_folds_the_rest
     assert "<script>" not in text
 
 
+def test_a_comment_shows_a_table_of_few_cells_that_all_differ_once(tmp_path):
+    before, after = ([timed("v", length, time) for length in (512, 1024)] for time in (10.0, 20.0))
+    text = compare(write_run(tmp_path / "a", before), write_run(tmp_path / "b", after)).markdown()
+    assert text.count("| v |") == 2
+    assert "Ratio: " in text
+    assert "\n\n0 of 2 timed cells agree" in text, "a paragraph, not the end of the last item above it"
+
+
 def test_of_very_many_cells_people_see_those_that_differ_most(tmp_path):
     lengths = [2**power for power in range(5, 17)]
     slow = {4096: 1.5, 65536: 2.0, 512: 0.5, 1024: 0.6}
