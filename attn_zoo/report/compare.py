@@ -437,8 +437,8 @@ def _example(rows: Sequence[Row]) -> str:
 
 
 def _environment_differences(a: _Side, b: _Side) -> str:
-    """Return the names of the fields that differ; an empty string where both have cells of one machine."""
-    if a.used & b.used or a.used == b.used:
+    """Return the names of the fields that differ; empty where both have cells of one machine, or one has none."""
+    if a.used & b.used or not (a.used and b.used):
         return ""
     known = [[side.environments[digest] for digest in sorted(side.used & {*side.environments})] for side in (a, b)]
     if not all(known):

@@ -157,7 +157,7 @@ def history(
                 rows.append(row | {"is_exact": claim.is_exact, "is_control": claim.is_control})
                 cells.append(one.cell)
     if not rows:
-        why = "no commit of the git repository you are in changed it"
+        why = "there is no commit of it in a git repository here"
         if log:
             why = f"none of its {len(log)} commits holds times"
         raise ConfigError("history", [("", f"{here}: {why}")])

@@ -246,6 +246,9 @@ def test_another_commit_on_the_same_machine_is_fine(tmp_path):
 def test_empty_runs_and_no_results_folder(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [])
     assert len(compare(a, b).times) == 0
+    measured = write_run(tmp_path / "c", [scaling("v", 512, 10.0)])
+    with pytest.raises(ConfigError, match="the first has none that was measured, the second 1, such as v fwd L512"):
+        compare(a, measured).tables()
     with pytest.raises(ConfigError, match="not a results folder"):
         compare(a, tmp_path)
 

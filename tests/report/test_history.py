@@ -157,7 +157,7 @@ def test_what_no_commit_timed_is_named(arguments, words):
 
 @pytest.mark.usefixtures("repository")
 def test_a_folder_without_commits_or_times_says_so(repository, tmp_path):
-    with pytest.raises(ConfigError, match="no commit of the git repository you are in changed it"):
+    with pytest.raises(ConfigError, match="no commit of it in a git repository here"):
         history("runs/two")
     write_run(tmp_path / "empty", [])
     repository("add", "-A")
