@@ -144,7 +144,10 @@ def find_table(analysis: Analysis, name: str) -> Table:
 def status_table(analysis: Analysis) -> Table:
     """Return what did not run and why: a row for each variant, outcome and reason, passes and lengths joined."""
     every = (*analysis.results.observations, *analysis.results.left)
-    missing = sorted(grouped((one for one in every if one.record.status != "ok"), _why_missing).items())
+    found = grouped((one for one in every if one.record.status != "ok"), _why_missing)
+    missing = sorted(
+        found.items(), key=lambda item: (*item[0][:4], min(one.cell.seq_len or 0 for one in item[1]), item[0])
+    )
     rows = [
         {
             "variant": label,

@@ -149,6 +149,12 @@ def test_status_table_groups_lengths_and_says_why(tmp_path):
     assert found["full"][0] == "oom_host"
 
 
+def test_reasons_that_name_the_length_are_in_its_order(tmp_path):
+    records = [scaling("v", n, status="gate_failed", reason=f"wrong at L={n}") for n in (1024, 128, 64)]
+    table = next(table for table in make_tables(analysed(tmp_path, records)) if table.name == "status")
+    assert [row["lengths"] for row in table.rows] == ["64", "128", "1k"]
+
+
 NOTES = (
     "Median time.",
     BRACKETS,
