@@ -399,8 +399,7 @@ def print_summary(summary: Summary) -> None:
         kept = f", with {counted(summary.num_repeats, 'repeat')} of them" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}{_old_records(summary.num_again)}")
     elif summary.missing_shards:
-        text = f"{escape(summary.missing_shards)}; if they did elsewhere, attn-zoo merge joins the folders"
-        out.print(text, soft_wrap=True)
+        out.print(f"{escape(summary.missing_shards)}; attn-zoo merge joins the folders of all shards", soft_wrap=True)
     elif summary.counts:
         out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
 

@@ -350,8 +350,9 @@ def measure_bundle(
                 around=settings_kept,
             )
             ledger.at(None)
-        seconds = sum(trials[index].sampling.spent_s for index in order)
-        is_worth_it = RETAKEN_S[0] <= seconds <= RETAKEN_S[1] and len(living()) == len(order)
+        if len(living()) != len(order):  # one that failed has let go of its samples
+            break
+        is_worth_it = RETAKEN_S[0] <= sum(trials[index].sampling.spent_s for index in order) <= RETAKEN_S[1]
         if not (retakes_left and is_worth_it):
             break
         if not (conditions.may_pass or any(trials[index].sampling.is_waiting for index in order)):

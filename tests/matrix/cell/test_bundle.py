@@ -14,6 +14,7 @@ from attn_zoo.discovery.global_state import changes, read_state
 from attn_zoo.matrix.cell.trial import Trial
 from attn_zoo.matrix.drive.run_plan import run
 from attn_zoo.matrix.store.store import Store
+from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import Record, Timing
 from attn_zoo.statistics.pooling import pool_records
 from tests.matrix.conftest import run_cells_in_turns, tiny_plan
@@ -143,6 +144,22 @@ def test_a_device_that_an_error_left_unusable_ends_the_process(monkeypatch):
     monkeypatch.setattr("attn_zoo.matrix.cell.trial._tidy", lambda device: False)
     found = run_cells_in_turns(cells(["fake_ok", "fake_bug", "full"]))
     assert [(record.cell.label, record.status) for record in found] == [("fake_bug", "error")]
+
+
+@pytest.mark.parametrize("names", [["full"], ["full", "fake_ok"]])
+def test_a_call_that_fails_while_samples_are_taken_is_an_error_of_its_own_cell(names, monkeypatch):
+    take = Sampling.take
+    calls: list[Sampling] = []
+
+    def failing(self, *arguments):
+        calls.append(self)
+        if self is calls[0]:
+            raise ValueError("late")
+        take(self, *arguments)
+
+    monkeypatch.setattr(Sampling, "take", failing)
+    found = sorted((record.status, record.reason) for record in run_cells_in_turns(cells(names)))
+    assert found == [("error", "ValueError: late"), *[("ok", "")] * (len(names) - 1)]
 
 
 def test_ctrl_c_is_not_a_result(monkeypatch):
