@@ -98,6 +98,9 @@ def _placing(path: Path) -> Iterator[None]:
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
     """Yield a temporary path; when the block ends well it is synced to disk and renamed, otherwise removed."""
+    if path.parent == Path("/dev") or (path.exists() and not path.is_file() and not path.is_dir()):
+        # Root may do it: the machine would be without it. `/dev/stdout` may be a link to a file.
+        raise OSError(errno.EINVAL, "a device or a pipe, which is not replaced by a file")
     with suppress(FileExistsError):  # a file is there: what comes next says that it is no folder
         path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}-", suffix=".tmp")
@@ -139,7 +142,7 @@ def _telling(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_place = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+        is_place = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL}
         kind = FolderError if error.errno in is_place else StoreError
         raise kind(f"{path}: cannot be written: {error.strerror}") from None
 

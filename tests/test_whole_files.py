@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,18 @@ def test_something_else_in_the_way_is_a_mistake_in_the_call(name, tmp_path):
     with pytest.raises(FolderError, match="cannot be written"):
         write_whole(tmp_path / name, "text")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    """Nor a device, which root may replace: the machine would be without it."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(FolderError, match="pipe: cannot be written: a device or a pipe"):
+        write_whole(path, "text")
+    with pytest.raises(FolderError, match="a device or a pipe"), whole_file(path, replace=True):
+        pass
+    assert path.is_fifo()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_may_be_replaced_where_that_is_asked_for(tmp_path):
