@@ -399,10 +399,8 @@ def not_a_results_folder(folder: Path) -> str:
     if not folder.exists():
         return "not a results folder: no such directory"
     if not folder.is_dir():
-        return (
-            "expected a results folder, a packed run (.zip), an export (.csv, .jsonl, .parquet) or JSON of "
-            "pytest-benchmark; got a file"
-        )
+        others = "packed runs (.zip), exports (.csv, .jsonl, .parquet) and JSON of pytest-benchmark"
+        return f"expected a results folder; got a file (report, compare and export open {others} too)"
     runs = [
         str(head.parent.relative_to(folder))
         for level in ("*", "*/*")
