@@ -100,7 +100,7 @@ def compare(
         print(found.markdown())  # noqa: T201 # as it is, at any width
     else:
         for table in found.tables(most=MOST_LINES):
-            to_terminal(table, console.out)
+            to_terminal(table, console.out, "with --json")
         if found.agreement:
             console.say(found.agreement)
     _print_each("warning", found.warnings)
@@ -238,6 +238,6 @@ def history(
     if as_json:
         console.print_json(list(found.table().rows))
         return
-    to_terminal(found.table(), console.out)
+    to_terminal(found.table(), console.out, "with --json")
     if out is not None:
         console.say(f"wrote {out}")

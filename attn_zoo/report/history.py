@@ -5,6 +5,7 @@ Points are joined only where machine, versions and protocol are the same: a new 
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -105,7 +106,7 @@ class History:
                 axes, [value for curve in curves.values() for point in curve for value in point[1:4]], human_ms, 10
             )
             axes.set_xlim(0.6, len(order) + 0.4)
-            step = max(1, len(order) // 8)
+            step = math.ceil(len(order) / 4)  # names of more commits would overlap
             set_ticks(axes.xaxis, range(1, len(order) + 1, step), lambda place: order[round(place) - 1][:7])
             axes.set_xlabel("commit, oldest first")
             draw_end_labels(axes, ends)
@@ -163,6 +164,8 @@ def history(
         raise ConfigError("history", [("", f"{here}: {why}")])
     for row, label in zip(rows, distinct_labels(cells, has_versions=False), strict=True):
         row["label"] = label
+    place = {commit.digest: index for index, commit in enumerate(log)}
+    rows.sort(key=lambda row: (place[row["commit"]], row["label"]))
     rows = _chosen(rows, "pass", pass_)
     wanted = {variants} if isinstance(variants, str) else set(variants)
     labels = sorted({row["label"] for row in rows})

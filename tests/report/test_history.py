@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.report.figures.svg import render
-from attn_zoo.report.history import history
+from attn_zoo.report.history import History, history
 from tests.report.synthetic import MACHINE, scaling, write_run
 from tests.report.test_compare import timed
 
@@ -63,6 +65,27 @@ def test_one_row_for_each_commit_that_changed_the_records_oldest_first(repositor
     assert set(found.frame["label"]) == {"v", "w"}, "what crashed has no time"
     assert v["commit"].tolist()[-1] == repository("rev-parse", "HEAD")
     assert found.table().texts()[0][0] == v["commit"].tolist()[0][:9]
+
+
+def test_rows_of_a_commit_are_in_the_order_of_names(repository, tmp_path):
+    records = [timed(name, 1024, time) for time, name in enumerate("cab", start=1)]
+    shutil.rmtree(tmp_path / "runs")
+    write_run(tmp_path / "runs" / "two", records)
+    repository("add", "-A")
+    repository("commit", "-qm", "three")
+    assert history("runs/two").frame["label"].tolist() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("number", [2, 8, 30])
+def test_names_of_commits_do_not_overlap(number):
+    times = {"median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "era": 1, "is_exact": False, "is_control": False}
+    rows = [{"commit": f"{place:02}dddddddd", "label": "a_variant_with_a_name", **times} for place in range(number)]
+    figure = History(frame=pd.DataFrame(rows), title="Forward").page().figure
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+    assert all(one.x1 < two.x0 for one, two in pairwise(boxes))
+    assert len(boxes) >= 2
 
 
 def test_a_curve_is_of_one_setting_and_of_one_choice_of_options(repository, tmp_path):
@@ -173,3 +196,9 @@ def test_the_command_prints_the_table_and_writes_the_figure(call, tmp_path):
     assert answer.out.count("2026") + answer.out.count("20") >= 3
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     assert call("history", "runs/none").code == 2
+
+
+@pytest.mark.usefixtures("repository")
+def test_columns_without_room_are_not_said_to_be_in_files(call, monkeypatch):
+    monkeypatch.setattr("attn_zoo.console.out._width", 50)
+    assert "left out here, with --json: subject" in " ".join(call("history", "runs/one").out.split())

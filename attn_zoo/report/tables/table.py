@@ -331,8 +331,11 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in clean(text))
 
 
-def to_terminal(table: Table, console: Console) -> None:
-    """Print the table in the width of `console`: shorter texts first, then fewer columns, never a wrapped line."""
+def to_terminal(table: Table, console: Console, elsewhere: str = "in the files") -> None:
+    """Print the table in the width of `console`: shorter texts first, then fewer columns, never a wrapped line.
+
+    `elsewhere` says where columns are that were left out.
+    """
     console.print(f"[bold]{escape(clean(table.title))}[/bold]", highlight=False)
     if not table.rows:
         console.print(escape(clean(table.note)) or "Nothing to show.", highlight=False)
@@ -347,7 +350,7 @@ def to_terminal(table: Table, console: Console) -> None:
     headings = [table.columns[index].heading for index in kept]
     below = clean(say(table.notes, headings, [[row[index] for index in kept] for row in texts]))
     if hidden := [column.heading for index, column in enumerate(table.columns) if index not in kept]:
-        below += f" Columns left out here, in the files: {', '.join(hidden)}."
+        below += f" Columns left out here, {elsewhere}: {', '.join(hidden)}."
     if below:
         console.print(f"[dim]{escape(below.strip())}[/dim]", highlight=False)
 
