@@ -34,6 +34,7 @@ app = typer.Typer(
     help="Compare attention mechanisms: are they right, what do they cost as sequences grow, what do they buy?",
     no_args_is_help=True,
     add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
     pretty_exceptions_enable=False,
 )
 

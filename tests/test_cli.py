@@ -418,6 +418,13 @@ finally:
     assert done.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize("words", [[], ["plan"], ["data", "list"]], ids=" ".join)
+def test_help_has_a_short_name(call, words):
+    answer = call(*words, "-h")
+    assert answer.code == 0
+    assert answer.out == call(*words, "--help").out
+
+
 def test_the_module_runs_without_being_installed(tmp_path):
     root = Path(cli.__file__).parents[1]
     done = subprocess.run(
