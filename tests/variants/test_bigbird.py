@@ -260,7 +260,7 @@ def test_claims():
         ({"num_window_blocks": 2}, "num_window_blocks: expected an odd number"),
         ({"num_random_blocks": -1}, "expected at least 0; got -1"),
         ({"mode": "etc", "num_global_blocks": 0}, "mode 'etc' is made of extra global blocks"),
-        ({"mode": "itx"}, "'itc' or 'etc'"),
+        ({"mode": "itx"}, "expected one of itc, etc; got 'itx'"),
         ({"num_rand_blocks": 3}, "did you mean 'num_random_blocks'"),
     ],
 )

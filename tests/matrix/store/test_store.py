@@ -396,8 +396,8 @@ def test_plans_are_noted_together_and_a_changed_source_takes_the_place_of_the_ol
 
 
 def test_parts_of_a_matrix_whose_cells_have_one_name_are_all_noted(tmp_path):
-    """A name leaves out how many heads there are, and in which turns a cell is timed."""
-    cells = [replace(record(16).cell, num_heads=heads, together=turns) for heads in (1, 2) for turns in ("a", "b")]
+    """A name leaves out how many threads there are, and in which turns a cell is timed."""
+    cells = [replace(record(16).cell, threads=threads, together=turns) for threads in (1, 2) for turns in ("a", "b")]
     assert len({cell.id for cell in cells}) == 1
     store = Store(tmp_path / "run")
     for index, cell in enumerate(cells, 1):
