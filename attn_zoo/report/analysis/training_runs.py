@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def training_version(self) -> int:
-        """How these models were trained, those too in which a mechanism was replaced."""
+        """How these models were trained; hundreds count how a mechanism was replaced in them (`records`)."""
         return self.protocol_version % 100
 
     @property

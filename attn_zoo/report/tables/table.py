@@ -359,7 +359,7 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
     """Return the texts to print and the columns that fit: first without the optional columns, then with brief texts."""
     wanted = list(range(len(table.columns)))
     for longest in (*_ROOMY, _WIDTHS[0]):
-        full = _cut(table, longest)
+        full = _cut(table, longest, is_brief=False)
         if _width(table, full, wanted) <= width:
             return full, wanted
     while _width(table, full, wanted) > width:
@@ -369,27 +369,21 @@ def _fit(table: Table, width: int) -> tuple[list[list[str]], list[int]]:
         wanted = [index for index in wanted if index != worst]
     else:
         return full, wanted
-    briefs = [_brief(table, longest) for longest in _WIDTHS]
+    briefs = [_cut(table, longest) for longest in _WIDTHS]
     kept = wanted
     while _width(table, briefs[-1], kept) > width:
         worst = max(kept, key=lambda index: (table.columns[index].priority, index))
         if table.columns[worst].priority == 0:  # then nothing is left to go but letters
-            briefs.append(_brief(table, _WIDTHS[-1], is_last=True))
+            briefs.append(_cut(table, _WIDTHS[-1], is_last=True))
             break
         kept = [index for index in kept if index != worst]
     return next((brief for brief in briefs if _width(table, brief, kept) <= width), briefs[-1]), kept
 
 
-def _cut(table: Table, longest: int) -> list[list[str]]:
-    return [
-        [column.cut(text, longest) for column, text in zip(table.columns, row, strict=True)] for row in table.texts()
-    ]
-
-
-def _brief(table: Table, longest: int, *, is_last: bool = False) -> list[list[str]]:
+def _cut(table: Table, longest: int, *, is_brief: bool = True, is_last: bool = False) -> list[list[str]]:
     return [
         [
-            column.cut(column.brief(text), longest, is_last=is_last)
+            column.cut(column.brief(text) if is_brief else text, longest, is_last=is_last)
             for column, text in zip(table.columns, row, strict=True)
         ]
         for row in table.texts()
