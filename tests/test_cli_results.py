@@ -134,6 +134,7 @@ def test_where_a_report_cannot_be_written_is_found_before_it_is_made(call, tmp_p
     """A folder of many records takes minutes, and the message said after them is the one said at once."""
     run = write_run(tmp_path / "run", [scaling("full", length) for length in (512, 1024)])
     (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr("attn_zoo.console.SILENCE_S", 300.0)  # a slow machine has nothing else to say either
     with monkeypatch.context() as late:
         late.setattr("attn_zoo.report.pages.write.require_writable", lambda path: None)
         written = call("report", str(run), "--out", str(tmp_path / "file" / "below"))
