@@ -25,9 +25,26 @@ from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis
 from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room, labels_height
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import MARK, MUTED, SOLID, make_looks, plain, styled
-from attn_zoo.report.tables.table import BRACKETS, Column, Remark, Table, plain_rows, text_column, time_column
+from attn_zoo.report.tables.table import (
+    BRACKETS,
+    MARK_REMARKS,
+    Column,
+    Remark,
+    Table,
+    plain_rows,
+    text_column,
+    time_column,
+)
 from attn_zoo.report.units import capital, human_length, human_ms
-from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, setting_words
+from attn_zoo.report.wording import (
+    PANEL_FIELDS,
+    PASS_TITLES,
+    doubt_counts,
+    doubt_words,
+    marks_of,
+    setting_words,
+    worth_a_mark,
+)
 
 _ERA = ("environment", "protocol_version")
 _SETTING = ("seq_len", "overrides", *(name for name in PANEL_FIELDS if name not in _ERA))
@@ -49,12 +66,16 @@ class History:
 
     def table(self) -> Table:
         """Return one row for each commit and variant, for people."""
+        rows = plain_rows(self.frame)
+        shown = worth_a_mark(self.frame["doubts"])
         return Table(
             name="history",
             title=self.title,
             notes=(
                 "Median.",
                 BRACKETS,
+                doubt_words(self.frame["num_processes"]),
+                *MARK_REMARKS,
                 Remark("Times of other eras (machine, versions, protocol) do not compare.", heading="era"),
             ),
             columns=(
@@ -65,7 +86,7 @@ class History:
                 Column(heading="era", show=lambda row: str(row["era"]), priority=1),
                 text_column("subject", priority=3),
             ),
-            rows=tuple(plain_rows(self.frame)),
+            rows=tuple({**row, "marks": marks_of(row["doubts"], shown)} for row in rows),
         )
 
     def page(self) -> Page:
@@ -90,6 +111,8 @@ class History:
             note += " Dashed: another machine, other versions or another protocol; points beyond it do not compare."
         if any(len(own) > 1 for own in eras.values()):
             note += " A folder of several machines, versions or protocols: only points that are joined compare."
+        if said := doubt_counts(list(self.frame["doubts"]), ()):
+            note += f" {capital(said)}."
         with styled():
             page = Page(self.title, note)
             (axes,) = page.panels(height=labels_height(ends, 3.2), right=0.2 + label_room(ends), below=0.75)

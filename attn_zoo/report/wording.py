@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,11 +192,35 @@ DISTURBANCES: Mapping[str, str] = {
     "other_gpu_process": "shared",
     "loaded_host": "shared",
     "waiting": "shared",
+    "other_cells": "shared",
 }
-"""The mark of each flag of a timing that was disturbed."""
+"""The mark of each flag of a time that was disturbed."""
 
 FLAG_MARKS: Mapping[str, str] = {**DISTURBANCES, "too_short": "short"}
 """The mark of each flag that has one. The others are about the spread, which the interval shows, or are in `flags`."""
+
+
+def worth_a_mark(every: Iterable[Collection[str]]) -> frozenset[str]:
+    """Return which doubts of these times get a mark beside their number: what is true of all is said once instead."""
+    known = list(every)
+    found = frozenset(doubt for doubts in known for doubt in doubts)
+    return found - {"alone"} if all("alone" in doubts for doubts in known) else found
+
+
+def doubt_counts(every: Sequence[Collection[str]], shown: Container[str], without: str = "") -> str:
+    """Return how many times are doubtful and why, with the marks that are shown; empty where all is well.
+
+    One doubt is left out that is told elsewhere.
+    """
+    counts, total, said = Counter(doubt for doubts in every for doubt in doubts), len(every), list[str]()
+    for doubt, (mark, words, _) in MARKS.items():
+        if not counts[doubt] or doubt == without:
+            continue
+        number, is_all = counts[doubt], counts[doubt] == total
+        first = "the only time " if total == 1 else f"all {total} times " if is_all else f"{number} of {total} times "
+        later = "" if total == 1 else "all " if is_all else f"{number} "
+        said.append(f"{later if said else first}{words}" + (f"\u00a0{mark}" if doubt in shown else ""))
+    return ", ".join(said)
 
 
 def marks_of(doubts: Iterable[str], shown: Container[str]) -> str:

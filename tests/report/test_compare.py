@@ -89,6 +89,29 @@ def test_what_was_disturbed_gives_no_verdict_unless_that_is_allowed(tmp_path, fl
     assert (allowed.times.iloc[0]["verdict"], len(allowed.worse)) == ("slower", 1)
 
 
+def test_cells_that_shared_the_machine_with_others_give_no_verdict_either(tmp_path):
+    a = write_run(tmp_path / "a", [timed("v", 512, 10.0)])
+    b = write_run(tmp_path / "b", [replace(timed("v", 512, 20.0), num_jobs=2)])
+    row = compare(a, b).rows[0]
+    assert (row["verdict"], row["why"], row["flags_b"]) == ("cannot say", "disturbed (other cells)", "other_cells")
+
+
+def test_what_makes_a_time_doubtful_stands_beside_it(tmp_path):
+    throttled = timed("v", 1024, 20.0)
+    throttled = replace(throttled, timing=replace(throttled.timing, flags=("throttled",)))
+    a = write_run(tmp_path / "a", [timed("v", 512, 10.0), timed("v", 1024, 10.0)])
+    b = write_run(tmp_path / "b", [scaling("v", 512, 10.0), throttled])
+    (table,) = compare(a, b, allow=["flagged"]).tables()
+    times = {row[2]: row[3:5] for row in table.texts()}
+    assert [text.rpartition("]")[2] for text in times["512"]] == ["", " \u00b9"]
+    assert [text.rpartition("]")[2] for text in times["1k"]] == ["", " \u2020"]
+    assert all(f"{mark}: " in table.note for mark in "\u2020\u00b9")
+    c = write_run(tmp_path / "c", [scaling("v", 512, 10.0)])
+    (table,) = compare(c, c).tables()
+    assert "\u00b9" not in str(table.texts()) + table.note, "what is true of all times is said once"
+    assert "within one process only" in table.note
+
+
 def test_other_options_of_a_variant_do_not_pair_up_whatever_the_label(tmp_path):
     a = write_run(tmp_path / "a", [timed("v", 512, 10.0, options={"proj_len": 128})])
     b = write_run(tmp_path / "b", [timed("v", 512, 20.0, options={"proj_len": 256})])

@@ -78,7 +78,8 @@ def test_rows_of_a_commit_are_in_the_order_of_names(repository, tmp_path):
 
 @pytest.mark.parametrize("number", [2, 8, 30])
 def test_names_of_commits_do_not_overlap(number):
-    times = {"median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "era": 1, "is_exact": False, "is_control": False}
+    times = {"median_ms": 5.0, "low_ms": 4.0, "high_ms": 6.0, "era": 1, "doubts": ()}
+    times |= {"is_exact": False, "is_control": False}
     rows = [{"commit": f"{place:02}dddddddd", "label": "a_variant_with_a_name", **times} for place in range(number)]
     figure = History(frame=pd.DataFrame(rows), title="Forward").page().figure
     figure.canvas.draw()
@@ -155,6 +156,21 @@ def test_of_a_folder_of_two_machines_no_line_parts_points_that_compare(repositor
     (axes,) = page.figure.axes[:1]
     curves = [np.asarray(line.get_xdata()).tolist() for line in axes.lines if line.get_marker() not in ("None", "")]
     assert sorted(curves) == [[1], [1, 2], [2, 3, 4], [3, 4]]
+
+
+def test_what_makes_a_time_doubtful_stands_beside_it(repository, tmp_path):
+    disturbed = timed("v", 1024, 5.0)
+    disturbed = replace(disturbed, timing=replace(disturbed.timing, flags=("loaded_host",)))
+    shutil.rmtree(tmp_path / "runs")
+    write_run(tmp_path / "runs" / "one", [disturbed], environment=NEWER)
+    repository("add", "-A")
+    repository("commit", "-qm", "beside a build")
+    found = history("runs/one", variants=["v"], seq_len=1024)
+    assert [text[3].endswith("\u2021") for text in found.table().texts()] == [False, False, False, True]
+    assert "\u2021: something else used the machine meanwhile." in found.table().note
+    assert "covers what differs between the 3 processes" in found.table().note
+    assert found.page().note.endswith("1 of 4 times of a busy machine.")
+    assert "busy" not in history("runs/one", variants=["w"], seq_len=1024).page().note
 
 
 @pytest.mark.usefixtures("repository")

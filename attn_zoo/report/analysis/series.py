@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
@@ -16,7 +15,7 @@ from attn_zoo.records import CallPass, Memory, Record, Timing, is_one_token
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
-from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word
+from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word, worth_a_mark
 from attn_zoo.statistics.pooling import pool_records
 
 HOST_FACTOR = 1.5
@@ -110,9 +109,9 @@ class Point:
         return " + ".join(self.record.kernels)
 
     @property
-    def flags(self) -> str:
-        """What makes the time doubtful."""
-        return " + ".join(self.timing.flags)
+    def flags(self) -> tuple[str, ...]:
+        """What was seen of the time or of the machine meanwhile, in the words of records."""
+        return (*self.timing.flags, "other_cells") if self.record.num_jobs > 1 else self.timing.flags
 
     @property
     def _is_uneven(self) -> bool:
@@ -135,9 +134,8 @@ class Point:
     @property
     def doubts(self) -> tuple[str, ...]:
         """What a reader must know of the time where it stands: names of `attn_zoo.report.wording.MARKS`."""
-        found = {FLAG_MARKS[flag] for flag in self.timing.flags if flag in FLAG_MARKS}
+        found = {FLAG_MARKS[flag] for flag in self.flags if flag in FLAG_MARKS}
         found |= {"host"} if self.is_waiting else set()
-        found |= {"shared"} if self.record.num_jobs > 1 else set()
         found |= {"uneven"} if self._is_uneven else set()
         if self.num_processes == 1:  # of several, Student's t knows how few there are
             found |= {"alone", "few"} if "few_samples" in self.timing.flags else {"alone"}
@@ -154,26 +152,8 @@ def joint_doubts(points: Iterable[Point], *, without: str = "", of_device: bool 
 
 
 def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
-    """Return the doubts that get a mark beside their number: what is true of all of them is said once instead."""
-    every = list(points)
-    found = frozenset(doubt for point in every for doubt in (*point.doubts, *point.device_doubts))
-    return found - {"alone"} if all("alone" in point.doubts for point in every) else found
-
-
-def doubt_counts(points: Sequence[Point], shown: Container[str], without: str = "") -> str:
-    """Return how many times are doubtful and why, with the marks that are shown; empty where all is well.
-
-    One doubt is left out that is told elsewhere.
-    """
-    counts, total, said = Counter(doubt for point in points for doubt in point.doubts), len(points), list[str]()
-    for doubt, (mark, words, _) in MARKS.items():
-        if not counts[doubt] or doubt == without:
-            continue
-        number, is_all = counts[doubt], counts[doubt] == total
-        first = "the only time " if total == 1 else f"all {total} times " if is_all else f"{number} of {total} times "
-        later = "" if total == 1 else "all " if is_all else f"{number} "
-        said.append(f"{later if said else first}{words}" + (f"\u00a0{mark}" if doubt in shown else ""))
-    return ", ".join(said)
+    """Return the doubts of these times, and of those of the GPU alone, that get a mark beside their number."""
+    return worth_a_mark(doubts for point in points for doubts in (point.doubts, point.device_doubts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from attn_zoo.statistics.pooling import pool_records
 MATCH = ("label", "options", "overrides", "seq_len", *(name for name in PANEL_FIELDS if name != "environment"))
 """What must agree before two times may be compared, beside the environment."""
 
-SIDE = ("median_ms", "low_ms", "high_ms", "num_processes", "flags", "kernel", "peak_bytes")
-"""What a row says of one run."""
+SIDE = ("median_ms", "low_ms", "high_ms", "num_processes", "flags", "doubts", "kernel", "peak_bytes")
+"""What a row says of one run: of a cell that was not timed, None throughout."""
 
 
 def timed_cells(results: Results, allowed: set[str]) -> dict[tuple[Any, ...], Observation]:
@@ -43,7 +43,8 @@ def side_of(one: Observation) -> dict[str, Any]:
     if not one.is_timed:
         return dict.fromkeys(SIDE)
     point = Point(one.record)
-    return {name: getattr(point.memory if name == "peak_bytes" else point, name) for name in SIDE}
+    said = {name: getattr(point.memory if name == "peak_bytes" else point, name) for name in SIDE}
+    return said | {"flags": " + ".join(point.flags)}
 
 
 def _version(one: Observation) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from attn_zoo.report.analysis.fits import NOT_SETTLED, Crossing, Growth, slope_words
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Point, Series, doubt_counts, joint_doubts
+from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
 from attn_zoo.report.figures.axes import annotate, draw_intervals
 from attn_zoo.report.figures.curve_chart import Chart, Curve, Mark, curves_of, draw_chart
@@ -32,7 +32,7 @@ from attn_zoo.report.units import (
     ratio_interval,
     some,
 )
-from attn_zoo.report.wording import MARKS, held_words, marks_of
+from attn_zoo.report.wording import MARKS, doubt_counts, held_words, marks_of
 
 GUIDE_GAP = 1.7
 """Factor between the data and the reference lines."""
@@ -303,7 +303,9 @@ def _crossing_words(panel: Panel, crossing: Crossing | None, what: str = "") -> 
 
 def _doubtful(panel: Panel, curves: Sequence[Curve]) -> str:
     """Return what makes times of the panel doubtful, and of how many, for the note; nothing where all is well."""
-    said = doubt_counts(panel.points, panel.shown_doubts, without="host")  # a legend says that
+    said = doubt_counts(
+        [point.doubts for point in panel.points], panel.shown_doubts, without="host"
+    )  # a legend says that
     words = f"; {said}" if said else ""
     if any(mark.own is None for curve in curves for mark in curve.marks):
         words += "; where the GPU alone was not timed, waiting for the host is inferred from times that hardly grow"

@@ -17,7 +17,7 @@ from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import LEAST_SEEDS, AccuracyGroup, LabelScore, pair
-from attn_zoo.report.analysis.series import Series, doubt_counts
+from attn_zoo.report.analysis.series import Series
 from attn_zoo.report.analysis.task_means import Overview
 from attn_zoo.report.analysis.winners import Winner
 from attn_zoo.report.tables.error_tables import error_text
@@ -36,7 +36,7 @@ from attn_zoo.report.units import (
     percent,
     some,
 )
-from attn_zoo.report.wording import MARKS, doubt_list, machine_words, marks_of, one_seed, outcome
+from attn_zoo.report.wording import MARKS, doubt_counts, doubt_list, machine_words, marks_of, one_seed, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "
@@ -450,7 +450,8 @@ _FLOORS = {"not beaten": "best floor not beaten", "not settled": "best floor not
 
 
 def _doubt_line(analysis: Analysis) -> str:
-    said = doubt_counts(analysis.points, {doubt for panel in analysis.panels for doubt in panel.shown_doubts})
+    shown = {doubt for panel in analysis.panels for doubt in panel.shown_doubts}
+    said = doubt_counts([point.doubts for point in analysis.points], shown)
     return f"{capital(said)}." if said else ""
 
 

@@ -11,6 +11,7 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.error_tables import error_text
 from attn_zoo.report.tables.table import (
+    MARK_REMARKS,
     Column,
     Note,
     Row,
@@ -21,7 +22,7 @@ from attn_zoo.report.tables.table import (
     time_column,
 )
 from attn_zoo.report.units import human_length, human_number, with_ends
-from attn_zoo.report.wording import PANEL_FIELDS, doubt_words, setting_words
+from attn_zoo.report.wording import PANEL_FIELDS, doubt_words, marks_of, setting_words, worth_a_mark
 
 SAME_WITHIN = 0.02
 """A whole interval within this share of 1 is `same`: what lasts for a whole run differs by as much."""
@@ -52,6 +53,7 @@ def _two_runs(
 def times_table(rows: Sequence[Row]) -> Table:
     """Return the times of cells that both runs have; see `attn_zoo.report.compare.Comparison`."""
     counts = [int(count) for row in rows for side in "ab" if (count := row[f"num_processes_{side}"])]
+    shown = worth_a_mark(doubts for row in rows for side in "ab" if (doubts := row[f"doubts_{side}"]) is not None)
     return _two_runs(
         "compare",
         "cell by cell",
@@ -63,6 +65,7 @@ def times_table(rows: Sequence[Row]) -> Table:
                 "something else disturbed the machine."
             ),
             doubt_words(counts),
+            *MARK_REMARKS,
         ),
         cell=(text_column("pass", priority=0), number_column("length", "seq_len", human_length, priority=0)),
         numbers=(
@@ -71,7 +74,14 @@ def times_table(rows: Sequence[Row]) -> Table:
             RATIO,
             _MEMORY,
         ),
-        rows=[{**row, "word": str(row["verdict"]).partition(" ")[0]} for row in rows],
+        rows=[
+            {
+                **row,
+                "word": str(row["verdict"]).partition(" ")[0],
+                **{f"marks_{side}": marks_of(row[f"doubts_{side}"] or (), shown) for side in "ab"},
+            }
+            for row in rows
+        ],
     )
 
 
