@@ -439,7 +439,7 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         StoreError: no results folder.
         ConfigError: no folder at `data_dir`.
     """
-    from attn_zoo.matrix.drive.run_plan import standing
+    from attn_zoo.matrix.drive.run_plan import standing, time_left
     from attn_zoo.matrix.plan.planned_cell import PlannedCell
     from attn_zoo.matrix.store.store import Store
 
@@ -453,9 +453,16 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         doubt = f"{unseen} is not known: {error.problems[0][1]}; files of variants are named by --variant-file"
         cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
     scan = store.scan([item.cell for item in cells])
-    found = standing(cells, list(scan.records.values()), store.repeats.count(), store.marked_again())
-    missing = store.info(has_plan=False).missing_shards
-    return replace(found, has_plan=has_plan, doubt=doubt, missing_shards=missing, problems=scan.problems)
+    records = list(scan.records.values())
+    found = standing(cells, records, store.repeats.count(), store.marked_again())
+    return replace(
+        found,
+        left_s=time_left(found.left, found.begun, records) if has_plan else 0.0,
+        has_plan=has_plan,
+        doubt=doubt,
+        missing_shards=store.info(has_plan=False).missing_shards,
+        problems=scan.problems,
+    )
 
 
 def check(

@@ -389,7 +389,7 @@ def status(folder: Folder, files: VariantFiles = None, data_dir: DataDir = None,
             for item in now.left
         ]
         roofs = [one.to_dict() for one in ceilings]
-        found = {"done": done, "left": left if now.has_plan else None, "ceilings": roofs}
+        found = {"done": done, "left": left if now.has_plan else None, "left_s": now.left_s or None, "ceilings": roofs}
         doubts = {"doubt": now.doubt, "missing_shards": now.missing_shards, "problems": dict(now.problems)}
         console.print_json({**found, "stale": len(now.stale), **doubts})
     else:

@@ -455,7 +455,8 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     other = f"; {counted(len(now.other), 'record')} of other matrices" if now.other else ""
     begun = f" ({len(now.begun)} begun, with {counted(sum(now.begun.values()), 'repeat')})" if now.begun else ""
     left = f", {len(now.left)} left" if now.has_plan else ""
-    out.print(f"{len(now.done)} done{left}{begun}{_old_records(now.num_again)}{stale}{other}")
+    time = f"; one after another they take about {_amount(now.left_s, _SECONDS)}" if now.left_s else ""
+    out.print(f"{len(now.done)} done{left}{begun}{_old_records(now.num_again)}{time}{stale}{other}")
     for text in filter(None, (now.missing_shards, now.doubt)):
         out.print(escape(text))
     given = [word for path in files for word in ("--variant-file", str(path))]

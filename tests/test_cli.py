@@ -739,13 +739,15 @@ def test_one_is_said_in_the_singular(capsys):
     print_plan(plan)
     (item,), stale = plan.cells, (scaling("full", 1024),)
     begun = {item.cell.key: 1}
-    print_standing(Standing(done=(), left=(item,), stale=stale, other=stale, begun=begun), [], Path("run"), [])
+    now = Standing(done=(), left=(item,), stale=stale, other=stale, begun=begun, left_s=59.0)
+    print_standing(now, [], Path("run"), [])
     print_summary(Summary(left=(item,), num_repeats=1, folder=Path("run")))
     PlainProgress(sys.stdout).begin(1, 0, 1, 0.0)
     said = " ".join(capsys.readouterr().out.split())
     for text in (
         " 1 cell on cpu: 1 to run, 0 refused;",
-        " 0 done, 1 left (1 begun, with 1 repeat); 1 record stale, of source or data that changed since; 1 record of",
+        " 0 done, 1 left (1 begun, with 1 repeat); one after another they take about 59 s; 1 record stale,",
+        " of source or data that changed since; 1 record of other",
         " the same command goes on from here, with 1 repeat of them 1 cell",
     ):
         assert text in said

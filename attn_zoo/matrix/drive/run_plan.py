@@ -9,7 +9,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -26,13 +26,12 @@ from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.supervise import Control, Lane
 from attn_zoo.matrix.drive.worker_pool import Settings
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
-from attn_zoo.matrix.kinds.kind import Forecast
 from attn_zoo.matrix.plan.expand import Plan, estimated, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.kept_sources import keep_sources
 from attn_zoo.matrix.store.lock import wait_for_lock
 from attn_zoo.matrix.store.store import Store, with_known_data
-from attn_zoo.records import ANSWERS, Ceilings, Cell, Environment, Record
+from attn_zoo.records import ANSWERS, Ceilings, Environment, Record
 from attn_zoo.registry import variants
 from attn_zoo.statistics.pooling import pool_records
 from attn_zoo.typed_code import require_same_values
@@ -48,6 +47,24 @@ def _place(repeat: Record) -> tuple[bool, str, str]:
     begun in the same second.
     """
     return repeat.memory is None, repeat.started, repeat.bundle
+
+
+class Forecasts:
+    """Foretell how long cells take, of every kind, from the records that there are."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._by_kind = {kind.name: kind.forecast() for kind in KINDS}
+        for record in records:
+            if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
+                self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Take note of a record: of a cell, or of a repeat."""
+        self._by_kind[kind_of(record.cell).name].add(record)
+
+    def seconds(self, item: PlannedCell) -> float:
+        """Return the seconds that a cell, or each of its repeats, will take; 0 where nothing is known."""
+        return self._by_kind[kind_of(item.cell).name].seconds(item)
 
 
 class Session(Control):
@@ -76,10 +93,7 @@ class Session(Control):
         self._deadline = None if time_limit_s is None else self._began + time_limit_s
         self._waiting = {item.cell.key: item for item in todo}
         self._repeats = {item.cell.key: list(repeats.get(item.cell.key, ())) for item in todo}
-        self._forecasts = {kind.name: kind.forecast() for kind in KINDS}
-        for record in earlier:
-            if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
-                self._forecast_of(record.cell).add(record)
+        self._forecasts = Forecasts(earlier)
         self._kill_at: float | None = None
         self._summed = self._sum_again = self._sum_s = 0.0
         self._environments: set[str] = set()
@@ -109,16 +123,13 @@ class Session(Control):
             self.stopped = self.stopped or "time limit"
         return is_late or self.stopped == "interrupted"
 
-    def _forecast_of(self, cell: Cell) -> Forecast:
-        return self._forecasts[kind_of(cell).name]
-
     def forecast_s(self, item: PlannedCell) -> float:
         """Return the seconds that a cell, or its next repeat, will take."""
         if repeats := self._repeats.get(item.cell.key):
             phases = repeats[-1].phases
             once_s = sum(phases.get(name, 0.0) for name in ONCE_PHASES)
             return (sum(phases.values()) or repeats[-1].duration_s) - once_s
-        return self._forecast_of(item.cell).seconds(item)
+        return self._forecasts.seconds(item)
 
     def is_wanted(self, item: PlannedCell) -> bool:
         return item.cell.key in self._waiting
@@ -183,7 +194,7 @@ class Session(Control):
             self._store.repeats.retire(key)  # no machine of that environment is left: begun anew
             num_done -= len(repeats)  # which were among those done before
             repeats.clear()
-        self._forecast_of(record.cell).add(record)
+        self._forecasts.add(record)
         step = f"repeat {len(repeats) + 1} of {num_repeats}" if num_repeats > 1 else ""
         if record.status == "ok":
             repeats.append(record)
@@ -237,6 +248,7 @@ class Standing:
         stale: records whose source or data changed since: kept, but not part of the plan any more.
         other: records of other matrices.
         begun: repeats that cells of `left` have already, by key.
+        left_s: seconds that these will roughly take, one after another; 0 where nothing is known.
         num_again: how many cells of `left` have a record, which stays until the next one is there.
         has_plan: what was planned is known; otherwise nothing can be said of `left`.
         doubt: what is not known, one sentence; empty where the matrix could be planned anew.
@@ -249,6 +261,7 @@ class Standing:
     stale: tuple[Record, ...]
     other: tuple[Record, ...]
     begun: Mapping[str, int] = field(default_factory=dict)
+    left_s: float = 0.0
     num_again: int = 0
     has_plan: bool = True
     doubt: str = ""
@@ -316,6 +329,19 @@ def standing(
         begun={key: count for key, count in (repeats or {}).items() if key in planned and key not in done},
         num_again=sum(key in by_key and key not in done for key in planned),
     )
+
+
+def time_left(left: Iterable[PlannedCell], begun: Mapping[str, int], records: Iterable[Record]) -> float:
+    """Return the seconds that cells will roughly take, one after another; 0 where nothing is known.
+
+    Args:
+        left: cells; those that are refused take none.
+        begun: repeats that they have already, by key.
+        records: of the folder, from which is foretold.
+    """
+    forecasts = Forecasts(records)
+    runnable = estimated(item for item in left if item.refusal is None)
+    return sum((item.repeats - begun.get(item.cell.key, 0)) * forecasts.seconds(item) for item in runnable)
 
 
 class Engine(Protocol):

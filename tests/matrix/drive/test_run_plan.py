@@ -14,7 +14,7 @@ from attn_zoo.console import print_standing, print_summary
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
-from attn_zoo.matrix.drive.run_plan import Session, _leave_terminal, _signals, run, standing
+from attn_zoo.matrix.drive.run_plan import Session, _leave_terminal, _signals, run, standing, time_left
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -207,6 +207,21 @@ def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path
     anew = FakeEngine()
     run(plan, store, engine=anew, retry_statuses=["ok"])
     assert len(anew.started) == 3, "nothing is left of the first retry, so this is another"
+
+
+def test_the_status_says_roughly_how_long_what_is_left_takes(tmp_path):
+    plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64], repeats=2), Store(tmp_path / "run")
+    costs = [item.estimate_s for item in plan.cells]
+    run(plan, store, engine=FakeEngine(), time_limit_min=0)
+    assert api.status(store.folder).left_s == pytest.approx(sum(costs))
+    begun = {plan.cells[1].cell.key: 1}
+    assert time_left(plan.cells, begun, []) == pytest.approx(costs[0] + costs[1] / 2 + costs[2])
+    refused = replace(plan.cells[0], refusal=("dtypes", "none"))
+    assert time_left([refused], {}, []) == 0.0
+    run(replace(plan, cells=plan.cells[:1]), store, engine=FakeEngine())
+    assert api.status(store.folder).left_s == pytest.approx(costs[1] + costs[2])
+    run(plan, store, engine=FakeEngine())
+    assert api.status(store.folder).left_s == 0.0
 
 
 def test_an_interrupted_retry_goes_on_without_saying_so_and_beside_another(tmp_path):
