@@ -111,8 +111,8 @@ class History:
             note += " Dashed: another machine, other versions or another protocol; points beyond it do not compare."
         if any(len(own) > 1 for own in eras.values()):
             note += " A folder of several machines, versions or protocols: only points that are joined compare."
-        if said := doubt_counts(list(self.frame["doubts"]), ()):
-            note += f" {capital(said)}."
+        if doubts := doubt_counts(list(self.frame["doubts"]), ()):
+            note += f" {capital(doubts)}."
         with styled():
             page = Page(self.title, note)
             (axes,) = page.panels(height=labels_height(ends, 3.2), right=0.2 + label_room(ends), below=0.75)

@@ -211,7 +211,7 @@ def test_an_interrupted_retry_loses_no_record_and_the_same_call_goes_on(tmp_path
 
 def test_the_status_says_roughly_how_long_what_is_left_takes(tmp_path):
     plan, store = tiny_plan(["fake_ok"], seq_len=[16, 32, 64], repeats=2), Store(tmp_path / "run")
-    costs = [item.estimate_s for item in plan.cells]
+    costs = [item.estimate_s or 0.0 for item in plan.cells]
     run(plan, store, engine=FakeEngine(), time_limit_min=0)
     assert api.status(store.folder).left_s == pytest.approx(sum(costs))
     begun = {plan.cells[1].cell.key: 1}
