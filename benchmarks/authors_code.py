@@ -25,6 +25,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -146,6 +147,12 @@ FILES = {
         "e757cef57d89e448c413de7325ed5601aceaac13",
         "models/s4/s4d.py",
         "4aab484e96dba85b2eba14f54c42df103a314a087ca184bfcca30e77d0faea2c",
+    ),
+    "factorised": File(
+        "openai/sparse_attention",
+        "c53f3bdbf6225be0582f0357072e82b13c69be7d",
+        "attention.py",
+        "eef8bb1fbdb33f8358078d1206e9201b7d4d5c2739526a818a32c7b74177eba9",
     ),
 }
 
@@ -651,6 +658,55 @@ def s4d(theirs: Theirs) -> Iterator[Pair]:
         yield Pair(f"N = {size}, {length} tokens", module(hidden), output, leaves)
 
 
+def sparse_transformer(theirs: Theirs) -> Iterator[Pair]:
+    """Compare with attention under their masks: of blocks for fixed stretches, of tokens for strides.
+
+    Their code is made for TensorFlow and a package of kernels. Of these, what draws the masks is written out here.
+    """
+
+    def band(ones: Tensor, below: int, above: int) -> Tensor:
+        return ones.triu(-below).tril(above)
+
+    tensorflow = SimpleNamespace(
+        matrix_band_part=band,
+        minimum=min,
+        ones=torch.ones,
+        zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        range=lambda length, dtype: torch.arange(length, dtype=dtype),
+        reshape=torch.reshape,
+        transpose=torch.t,
+        floormod=torch.remainder,
+        equal=torch.eq,
+        logical_and=torch.logical_and,
+        cast=lambda mask, dtype: mask.to(dtype),
+        int32=torch.int32,
+        float32=torch.float64,
+    )
+
+    def tokens(layout: Any, block_size: int, mask_callback: Callable[..., Any], heads: int) -> Tensor:
+        """Return `[H, L, L]`: the tokens that each block shows, as their kernels ask for them."""
+        count = layout.shape[-1]
+        keep = torch.zeros(heads, count, block_size, count, block_size, dtype=torch.bool)
+        for head, row, column in zip(*layout.nonzero(), strict=True):
+            shown = mask_callback((block_size, block_size), head, row, column, None)
+            keep[head, row, :, column] = torch.from_numpy(shown)
+        return keep.flatten(3, 4).flatten(1, 2)
+
+    drawn = {"tf": tensorflow, "np": np, "BlocksparseTransformer": tokens}
+    code = theirs.definitions("factorised", "get_attn_mask", "get_blocksparse_obj", "get_callback", **drawn)
+    for pattern, size, stride, length in (("fixed", 8, 4, 128), ("fixed", 4, 8, 160), ("strided", 1, 7, 90)):
+        query, key, value = heads(length)
+        if pattern == "fixed":
+            keep = code.get_blocksparse_obj(length, NUM_HEADS, "fixed", size, size * stride, num_verts=NUM_HEADS)
+        else:  # one head that sees both sets, as the paper's merged head
+            keep = sum(code.get_attn_mask(length, name, stride) for name in ("local", "strided")) > 0
+        scores = (query @ key.mT * HEAD_DIM**-0.5).masked_fill(~keep, -math.inf)
+        options: dict[str, Any] = {"pattern": pattern, "block_size": size, "stride_blocks": stride}
+        module = build(build_attention, "sparse_transformer", is_causal=True, **options)
+        case = f"{pattern}, {stride} blocks of {size} of {length}"
+        yield Pair(case, module(query, key, value), scores.softmax(-1) @ value, {"q": query, "k": key, "v": value})
+
+
 MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
     compared.__name__: compared
     for compared in (
@@ -666,6 +722,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         reformer,
         retention,
         s4d,
+        sparse_transformer,
     )
 }
 

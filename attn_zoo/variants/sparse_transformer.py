@@ -83,7 +83,7 @@ class SparseTransformerConfig(VariantConfig):
     @classmethod
     def check_options(cls) -> tuple[dict[str, Any], ...]:
         """Return both patterns, and a stride that divides no length."""
-        return {"block_size": 8}, {"block_size": 8, "pattern": "strided"}, {"block_size": 5, "stride_blocks": 3}
+        return {"block_size": 2}, {"block_size": 4, "pattern": "strided"}, {"block_size": 5, "stride_blocks": 3}
 
     @classmethod
     def budgets(cls, seq_len: int) -> tuple[dict[str, Any], ...]:

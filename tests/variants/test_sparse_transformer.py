@@ -137,7 +137,7 @@ def test_a_stretch_that_holds_everything_is_full_attention(pattern: str, is_caus
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_two_steps_join_any_two_tokens(length: int, stride: int, pattern: str, is_causal: bool):
     """The sentence that the paper's factorisation is made for (section 4.2)."""
-    config = SparseTransformerConfig(block_size=4, pattern=pattern, stride_blocks=stride)
+    config = SparseTransformerConfig(block_size=4, pattern=pattern, stride_blocks=stride)  # type: ignore[arg-type]
     mask = sparse_transformer_mask(config.layout(length, is_causal=is_causal, num_heads=1))[0].int()
     joined = mask @ mask > 0
     wanted = torch.ones(length, length, dtype=torch.bool)
