@@ -38,23 +38,23 @@ class SparseTransformerConfig(VariantConfig):
 
     Args:
         block_size: C, tokens in a block; the last block of a sequence may be shorter.
-        stride_blocks: l / C, blocks in a stretch; None takes the whole number nearest to sqrt(L / C), as the paper
-            chooses l near sqrt(L). A number makes time quadratic in lengths far beyond it.
+        stride_blocks: l / C, blocks in a stretch; 0 for the whole number nearest to sqrt(L / C), as the paper chooses l
+            near sqrt(L). Any other makes time quadratic in lengths far beyond it.
         pattern: `"fixed"`, which the paper takes for text, or `"strided"`, for images and sound.
         backend: `"gather"` runs anywhere, `"flex"` is FlexAttention on a GPU, `"triton"` are our own kernels on a GPU;
             `"auto"` takes one on a GPU where it can serve the call. A named one runs or is refused.
     """
 
     block_size: int = 64
-    stride_blocks: int | None = None
+    stride_blocks: int = 0
     pattern: Literal["fixed", "strided"] = "fixed"
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ValueError(f"block_size: expected at least 1; got {self.block_size}")
-        if self.stride_blocks is not None and self.stride_blocks < 1:
-            raise ValueError(f"stride_blocks: expected at least 1, or None; got {self.stride_blocks}")
+        if self.stride_blocks < 0:
+            raise ValueError(f"stride_blocks: expected at least 1, or 0 for sqrt(L / C); got {self.stride_blocks}")
 
     def narrow(self, capabilities: Capabilities) -> Capabilities:
         """Return less for FlexAttention, which has no dropout."""
@@ -64,7 +64,7 @@ class SparseTransformerConfig(VariantConfig):
 
     def claim(self, complexity: Complexity) -> Complexity:
         """Return that time is quadratic where stretches do not grow with the sequence."""
-        if self.stride_blocks is None:
+        if not self.stride_blocks:
             return complexity
         return replace(complexity, time="B H L (l + L C / l) D", time_exponent=2)
 

@@ -206,8 +206,8 @@ def test_refusals():
         make(build={"dropout_p": 0.1}, backend="flex")
     with pytest.raises(UnsupportedError, match="stretches grow with the sequence"):
         make(True).init_state(1)
-    with pytest.raises(ConfigError, match="stride_blocks: expected at least 1, or None; got 0"):
-        make(stride_blocks=0)
+    with pytest.raises(ConfigError, match=r"stride_blocks: expected at least 1, or 0 for sqrt\(L / C\); got -1"):
+        make(stride_blocks=-1)
     with pytest.raises(ConfigError, match="block_size: expected at least 1; got 0"):
         make(block_size=0)
 
