@@ -1,4 +1,4 @@
-"""Sparse Transformer: every pair of tokens is joined by two steps, over blocks near a query and blocks far apart.
+"""Sparse Transformer: any two tokens are two steps apart, over blocks near a query and blocks far away.
 
 Child, Gray, Radford and Sutskever 2019, "Generating Long Sequences with Sparse Transformers", arXiv 1904.10509,
 sections 4.2 and 4.3. A head attends to both sets of a factorisation at once (section 4.2, a merged head):
