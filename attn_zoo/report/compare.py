@@ -70,7 +70,7 @@ class Comparison:
             `memory_ratio` that of the peak bytes, which do not vary. `verdict` is `faster` or `slower` where the
             interval excludes 1; `same` where it excludes a change by more than the limit; `cannot say` otherwise, with
             the reason in `why`. `failed in b` measured in a only, because b tried and failed. `only in a` and `only in
-            b` are cells that the other side did not try.
+            b` are cells that the other side did not try. `doubts_a` and `doubts_b` name what makes a time doubtful.
         scores: one row for each variant of each task that a side has trained; see `difference` (b minus a, paired by
             seed) and `verdict`: `better` or `worse` where that is settled; `same` where a difference by more than the
             limit is excluded; `cannot say` otherwise, and below three common seeds.

@@ -303,9 +303,8 @@ def _crossing_words(panel: Panel, crossing: Crossing | None, what: str = "") -> 
 
 def _doubtful(panel: Panel, curves: Sequence[Curve]) -> str:
     """Return what makes times of the panel doubtful, and of how many, for the note; nothing where all is well."""
-    said = doubt_counts(
-        [point.doubts for point in panel.points], panel.shown_doubts, without="host"
-    )  # a legend says that
+    every = [point.doubts for point in panel.points]
+    said = doubt_counts(every, panel.shown_doubts, without="host")  # a legend says that
     words = f"; {said}" if said else ""
     if any(mark.own is None for curve in curves for mark in curve.marks):
         words += "; where the GPU alone was not timed, waiting for the host is inferred from times that hardly grow"
