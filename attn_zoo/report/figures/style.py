@@ -35,6 +35,7 @@ COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
     *("#5fa81e", "#2f5d23", "#a21f86", "#bf8f63"),
+    "#3344e6",
 )
 """Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
 
@@ -65,14 +66,19 @@ DARK: Mapping[str, str] = {
     "#2f5d23": "#7fa876",
     "#a21f86": "#e667c8",
     "#bf8f63": "#dcbf9e",
+    "#3344e6": "#8f98ff",
 }
 """What a dark screen shows instead: the same hue, light enough for a dark page."""
 
 FONTS = "DejaVu Sans, Verdana, sans-serif"
 """Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
 
-_SALT = 268063432
-"""Found by search: it gives mechanisms that are often drawn together colours of their own."""
+_SALT, _LATER_SALTS = 268063432, (3745,)
+"""Found by search: they give mechanisms that are drawn together colours of their own.
+
+A colour that came later has a salt by which it takes one label of as many as there are colours with it. The others keep
+theirs (Lamping and Veach 2014, arXiv 1406.2294), and all published figures their looks.
+"""
 
 Line = str | tuple[int, tuple[float, ...]]
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
@@ -136,13 +142,13 @@ def make_looks(labels: Iterable[str], exact: Collection[str], controls: Collecti
     """
     looks: dict[str, Look] = {}
     for label in labels:
-        digest = hashlib.sha256(f"{_SALT}:{label}".encode(errors="replace")).digest()
-        colour, marker, line = (int.from_bytes(digest[start : start + 4]) for start in (0, 4, 8))
+        colour, marker, line = _numbers(_SALT, label)
         is_exact = label in exact
-        colours = EXACT_COLOURS if is_exact else CONTROL_COLOURS if label in controls else COLOURS
+        few = EXACT_COLOURS if is_exact else CONTROL_COLOURS if label in controls else ()
+        own = few[colour % len(few)] if few else _coloured(label)
         able = [
             Look(
-                colours[colour % len(colours)],
+                own,
                 MARKERS[(marker + step) % len(MARKERS)],
                 LINES[(line + step * is_exact) % len(LINES)],
             )
@@ -151,6 +157,21 @@ def make_looks(labels: Iterable[str], exact: Collection[str], controls: Collecti
         strokes = {(one.colour, one.line) for one in looks.values()} if is_exact else set()
         looks[label] = min(able, key=lambda one: (one in looks.values(), (one.colour, one.line) in strokes))
     return looks
+
+
+def _numbers(salt: int, label: str) -> tuple[int, int, int]:
+    digest = hashlib.sha256(f"{salt}:{label}".encode(errors="replace")).digest()
+    colour, marker, line = (int.from_bytes(digest[start : start + 4]) for start in (0, 4, 8))
+    return colour, marker, line
+
+
+def _coloured(label: str) -> str:
+    num_first = len(COLOURS) - len(_LATER_SALTS)
+    place = _numbers(_SALT, label)[0] % num_first
+    for later, salt in enumerate(_LATER_SALTS, start=num_first):
+        if _numbers(salt, label)[0] % (later + 1) == 0:
+            place = later
+    return COLOURS[place]
 
 
 @contextmanager

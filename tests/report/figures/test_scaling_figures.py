@@ -15,6 +15,7 @@ from matplotlib.text import Annotation, Text
 
 from attn_zoo.records import Memory
 from attn_zoo.registry import variants
+from attn_zoo.report.figures import style
 from attn_zoo.report.figures.axes import log_axis
 from attn_zoo.report.figures.labels import EndLabel, label_room, spread, wrap_detail
 from attn_zoo.report.figures.style import DARK, DOTTED, EXACT_COLOURS, MUTED, make_looks, plain
@@ -134,7 +135,7 @@ def test_a_label_looks_the_same_whatever_else_is_drawn():
 
 
 def test_variants_of_the_zoo_have_colours_of_their_own():
-    """There are sixteen: two that are never drawn together, one causal only and the other never, may share one."""
+    """There are seventeen: two that are never drawn together, one causal only and the other never, may share one."""
     ours = [variants[name] for name in variants if variants[name].provider == "attn_zoo"]  # none of another test
     others = [each for each in ours if not each.capabilities.is_exact]
     controls = {each.name for each in ours if each.capabilities.is_control}
@@ -145,6 +146,18 @@ def test_variants_of_the_zoo_have_colours_of_their_own():
         looks = make_looks(able, [], controls)
         assert len({look.colour for look in looks.values()}) == len(able)
         assert all(look.colour in DARK for look in looks.values())
+
+
+def test_a_later_colour_takes_one_label_of_as_many_as_there_are_colours_and_the_others_keep_theirs(monkeypatch):
+    labels = [f"variant {number}" for number in range(4000)]
+    now = [look.colour for look in make_looks(labels, []).values()]
+    assert set(now) == set(style.COLOURS)
+    monkeypatch.setattr(style, "COLOURS", (*style.COLOURS, "#123456"))
+    monkeypatch.setattr(style, "_LATER_SALTS", (*style._LATER_SALTS, 7))
+    later = [look.colour for look in make_looks(labels, []).values()]
+    moved = [after for before, after in zip(now, later, strict=True) if after != before]
+    assert set(moved) == {"#123456"}
+    assert len(moved) == pytest.approx(len(labels) / len(style.COLOURS), rel=0.2)
 
 
 def test_exact_kernels_have_strokes_of_their_own():
