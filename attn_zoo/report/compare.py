@@ -25,7 +25,6 @@ from attn_zoo.report.analysis.approximation_errors import ErrorGroup, make_error
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
-from attn_zoo.report.analysis.series import Point
 from attn_zoo.report.analysis.timed_cells import MATCH, SIDE, setting_of, side_of, timed_cells
 from attn_zoo.report.compare_seeds import ERROR_MATCH, SCORE_MATCH, compare_errors, compare_scores
 from attn_zoo.report.tables.comparison_tables import (
@@ -289,7 +288,7 @@ class _Timed:
         said: what a row says of it; see `SIDE`.
         samples: in milliseconds, of all processes; the median where there are none.
         sizes: how many of them each process took, where several did.
-        flags: of its time, see `Point.flags`.
+        flags: of its timing.
     """
 
     cell: Cell
@@ -348,7 +347,7 @@ def _timed(one: Observation) -> _Timed:
         said=side_of(one),
         samples=array("d", timing.samples_ms or (timing.median_ms,) if timing else ()),
         sizes=timing.process_sizes if timing else (),
-        flags=Point(record).flags if timing else (),
+        flags=timing.flags if timing else (),
     )
 
 

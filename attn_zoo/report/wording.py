@@ -192,9 +192,8 @@ DISTURBANCES: Mapping[str, str] = {
     "other_gpu_process": "shared",
     "loaded_host": "shared",
     "waiting": "shared",
-    "other_cells": "shared",
 }
-"""The mark of each flag of a time that was disturbed."""
+"""The mark of each flag of a timing that was disturbed."""
 
 FLAG_MARKS: Mapping[str, str] = {**DISTURBANCES, "too_short": "short"}
 """The mark of each flag that has one. The others are about the spread, which the interval shows, or are in `flags`."""

@@ -89,13 +89,6 @@ def test_what_was_disturbed_gives_no_verdict_unless_that_is_allowed(tmp_path, fl
     assert (allowed.times.iloc[0]["verdict"], len(allowed.worse)) == ("slower", 1)
 
 
-def test_cells_that_shared_the_machine_with_others_give_no_verdict_either(tmp_path):
-    a = write_run(tmp_path / "a", [timed("v", 512, 10.0)])
-    b = write_run(tmp_path / "b", [replace(timed("v", 512, 20.0), num_jobs=2)])
-    row = compare(a, b).rows[0]
-    assert (row["verdict"], row["why"], row["flags_b"]) == ("cannot say", "disturbed (other cells)", "other_cells")
-
-
 def test_what_makes_a_time_doubtful_stands_beside_it(tmp_path):
     throttled = timed("v", 1024, 20.0)
     throttled = replace(throttled, timing=replace(throttled.timing, flags=("throttled",)))

@@ -109,9 +109,9 @@ class Point:
         return " + ".join(self.record.kernels)
 
     @property
-    def flags(self) -> tuple[str, ...]:
-        """What was seen of the time or of the machine meanwhile, in the words of records."""
-        return (*self.timing.flags, "other_cells") if self.record.num_jobs > 1 else self.timing.flags
+    def flags(self) -> str:
+        """What makes the time doubtful."""
+        return " + ".join(self.timing.flags)
 
     @property
     def _is_uneven(self) -> bool:
@@ -134,8 +134,9 @@ class Point:
     @property
     def doubts(self) -> tuple[str, ...]:
         """What a reader must know of the time where it stands: names of `attn_zoo.report.wording.MARKS`."""
-        found = {FLAG_MARKS[flag] for flag in self.flags if flag in FLAG_MARKS}
+        found = {FLAG_MARKS[flag] for flag in self.timing.flags if flag in FLAG_MARKS}
         found |= {"host"} if self.is_waiting else set()
+        found |= {"shared"} if self.record.num_jobs > 1 else set()
         found |= {"uneven"} if self._is_uneven else set()
         if self.num_processes == 1:  # of several, Student's t knows how few there are
             found |= {"alone", "few"} if "few_samples" in self.timing.flags else {"alone"}

@@ -43,8 +43,7 @@ def side_of(one: Observation) -> dict[str, Any]:
     if not one.is_timed:
         return dict.fromkeys(SIDE)
     point = Point(one.record)
-    said = {name: getattr(point.memory if name == "peak_bytes" else point, name) for name in SIDE}
-    return said | {"flags": " + ".join(point.flags)}
+    return {name: getattr(point.memory if name == "peak_bytes" else point, name) for name in SIDE}
 
 
 def _version(one: Observation) -> tuple[str, str]:

@@ -223,7 +223,7 @@ def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[
         "num_params": point.record.num_params,
         "flops": point.record.flops,
         "kernel": point.kernel,
-        "flags": " + ".join(point.flags),
+        "flags": point.flags,
         "marks": marks_of(point.doubts, shown),
         "is_waiting": point.is_waiting,
         "is_host_bound": point.is_host_bound,
