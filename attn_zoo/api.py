@@ -455,9 +455,10 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
     scan = store.scan([item.cell for item in cells])
     records = list(scan.records.values())
     found = standing(cells, records, store.repeats.count(), store.marked_again())
+    repeats = {key: store.repeats.read(key) for key in found.begun}
     return replace(
         found,
-        left_s=time_left(found.left, found.begun, records) if has_plan else 0.0,
+        left_s=time_left(found.left, records, repeats) if has_plan else 0.0,
         has_plan=has_plan,
         doubt=doubt,
         missing_shards=store.info(has_plan=False).missing_shards,

@@ -148,6 +148,12 @@ FILES = {
         "models/s4/s4d.py",
         "4aab484e96dba85b2eba14f54c42df103a314a087ca184bfcca30e77d0faea2c",
     ),
+    "cosine": File(
+        "OpenNLPLab/cosFormer",
+        "8e12da111e2a683ea875711e0bf5810c6b4e8f9f",
+        "cosformer.py",
+        "ebda49b42f994c75a009a3d7b63abd297d701b2004e6bb9037a38296d3d42e19",
+    ),
     "factorised": File(
         "openai/sparse_attention",
         "c53f3bdbf6225be0582f0357072e82b13c69be7d",
@@ -296,6 +302,24 @@ def rms_norm(rows: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 # --- each mechanism: what surrounds a core is written after the layer in the same repository, which needs a GPU ---
+
+
+def cosformer(theirs: Theirs) -> Iterator[Pair]:
+    """Compare at our longest length, as their angles end at that of the batch, and with normalisers as they are."""
+    attention = theirs.definitions("cosine", "CosformerAttention", np=np).CosformerAttention
+    names = {"q": "query", "k": "key", "v": "value", "out": "out"}
+    for is_causal in (False, True):
+        module = build(build_mixer, "cosformer", is_causal=is_causal, eps=1e-300)
+        hidden = hidden_states(MAX_SEQ_LEN)
+        weights = {
+            f"{their}_proj.{kind}": getattr(getattr(module, f"{our}_proj"), kind)
+            for their, our in names.items()
+            for kind in ("weight", "bias")
+        }
+        whole = attention(EMBED_DIM, NUM_HEADS, causal=is_causal)
+        output = functional_call(whole, weights, (hidden.transpose(0, 1),), {"eps": 1e-300}).transpose(0, 1)
+        leaves = {"x": hidden, **dict(module.named_parameters())}
+        yield Pair("causal" if is_causal else "bidirectional", module(hidden), output, leaves)
 
 
 def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
@@ -710,6 +734,7 @@ def sparse_transformer(theirs: Theirs) -> Iterator[Pair]:
 MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
     compared.__name__: compared
     for compared in (
+        cosformer,
         gated_deltanet,
         linear_attention,
         linformer,

@@ -50,10 +50,10 @@ def _place(repeat: Record) -> tuple[bool, str, str]:
 
 
 class Forecasts:
-    """Foretell how long cells take, of every kind, from the records that there are."""
+    """Foretell how long cells take, of every kind, from the records that there are and the repeats of others, by key."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._by_kind = {kind.name: kind.forecast() for kind in KINDS}
+    def __init__(self, records: Iterable[Record], repeats: Mapping[str, Sequence[Record]]) -> None:
+        self._by_kind, self._repeats = {kind.name: kind.forecast() for kind in KINDS}, repeats
         for record in records:
             if not kind_of(record.cell).is_timed:  # that of a timed one sums its repeats
                 self.add(record)
@@ -63,7 +63,11 @@ class Forecasts:
         self._by_kind[kind_of(record.cell).name].add(record)
 
     def seconds(self, item: PlannedCell) -> float:
-        """Return the seconds that a cell, or each of its repeats, will take; 0 where nothing is known."""
+        """Return the seconds that a cell, or its next repeat, will take; 0 where nothing is known."""
+        if repeats := self._repeats.get(item.cell.key):
+            phases = repeats[-1].phases
+            once_s = sum(phases.get(name, 0.0) for name in ONCE_PHASES)
+            return (sum(phases.values()) or repeats[-1].duration_s) - once_s
         return self._by_kind[kind_of(item.cell).name].seconds(item)
 
 
@@ -93,7 +97,7 @@ class Session(Control):
         self._deadline = None if time_limit_s is None else self._began + time_limit_s
         self._waiting = {item.cell.key: item for item in todo}
         self._repeats = {item.cell.key: list(repeats.get(item.cell.key, ())) for item in todo}
-        self._forecasts = Forecasts(earlier)
+        self._forecasts = Forecasts(earlier, self._repeats)
         self._kill_at: float | None = None
         self._summed = self._sum_again = self._sum_s = 0.0
         self._environments: set[str] = set()
@@ -123,14 +127,6 @@ class Session(Control):
             self.stopped = self.stopped or "time limit"
         return is_late or self.stopped == "interrupted"
 
-    def forecast_s(self, item: PlannedCell) -> float:
-        """Return the seconds that a cell, or its next repeat, will take."""
-        if repeats := self._repeats.get(item.cell.key):
-            phases = repeats[-1].phases
-            once_s = sum(phases.get(name, 0.0) for name in ONCE_PHASES)
-            return (sum(phases.values()) or repeats[-1].duration_s) - once_s
-        return self._forecasts.seconds(item)
-
     def is_wanted(self, item: PlannedCell) -> bool:
         return item.cell.key in self._waiting
 
@@ -139,7 +135,7 @@ class Session(Control):
             return False
         if self._deadline is None or not kind_of(bundle[0].cell).is_timed:
             return True  # a training goes on from its checkpoint another time
-        forecast_s = sum(min(self.forecast_s(item), item.timeout_s) for item in bundle)
+        forecast_s = sum(min(self._forecasts.seconds(item), item.timeout_s) for item in bundle)
         if time.monotonic() + forecast_s <= self._deadline:
             return True
         self.stopped = self.stopped or "time limit"  # cells of other lanes may still fit
@@ -159,7 +155,7 @@ class Session(Control):
             for key, waiting in self._waiting.items():
                 num_left = waiting.repeats - len(self._repeats[key])
                 jobs = 1 if kind_of(waiting.cell).is_timed or waiting.cell.data_parallel > 1 else self._jobs
-                self._sum_s += num_left * self.forecast_s(waiting) / jobs
+                self._sum_s += num_left * self._forecasts.seconds(waiting) / jobs
             self._sum_again = now + 100 * (time.monotonic() - now)
         return max(self._sum_s - (now - self._summed), 0.0)
 
@@ -331,17 +327,19 @@ def standing(
     )
 
 
-def time_left(left: Iterable[PlannedCell], begun: Mapping[str, int], records: Iterable[Record]) -> float:
+def time_left(
+    left: Iterable[PlannedCell], records: Iterable[Record], repeats: Mapping[str, Sequence[Record]]
+) -> float:
     """Return the seconds that cells will roughly take, one after another; 0 where nothing is known.
 
     Args:
         left: cells; those that are refused take none.
-        begun: repeats that they have already, by key.
         records: of the folder, from which is foretold.
+        repeats: those that cells without a record have, by key.
     """
-    forecasts = Forecasts(records)
+    forecasts = Forecasts(records, repeats)
     runnable = estimated(item for item in left if item.refusal is None)
-    return sum((item.repeats - begun.get(item.cell.key, 0)) * forecasts.seconds(item) for item in runnable)
+    return sum((item.repeats - len(repeats.get(item.cell.key, ()))) * forecasts.seconds(item) for item in runnable)
 
 
 class Engine(Protocol):

@@ -11,7 +11,7 @@ import pytest
 
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.progress import PlainProgress, Progress
-from attn_zoo.matrix.drive.run_plan import Session, run, standing
+from attn_zoo.matrix.drive.run_plan import Session, run, standing, time_left
 from attn_zoo.matrix.drive.supervise import Control, run_lane
 from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
@@ -274,11 +274,14 @@ def test_the_budget_of_a_cell_is_shared_by_its_repeats_and_its_estimate_covers_a
 
 
 def test_the_next_repeat_is_forecast_without_what_only_the_first_one_does(tmp_path):
-    (item,) = plan_of([16]).cells
+    """By a run and by `status` alike."""
+    (item,) = plan_of([16], repeats=3).cells
     phases = {"start": 1.0, "gate": 8.0, "probe": 16.0, "timing": 2.0, "memory": 4.0, "count": 0.5, "exchange": 0.25}
     first = Record(cell=item.cell, status="ok", timing=timing(1.0), duration_s=30.5, phases=phases)
-    session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, {item.cell.key: [first]})
-    assert session.forecast_s(item) == 3.25
+    repeats = {item.cell.key: [first]}
+    session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, repeats)
+    assert session.left_s() == pytest.approx(2 * 3.25, abs=0.1)
+    assert time_left([item], [], repeats) == 2 * 3.25
 
 
 def test_what_one_repeat_alone_has_is_kept_when_the_others_began_in_the_same_second(tmp_path):
