@@ -39,6 +39,7 @@ def forget():
         ("local_window", True, "none"),
         ("linear_attention", False, "none"),
         ("linear_attention", True, "none"),
+        ("cosformer", True, "none"),
         ("performer", True, "none"),
         ("nystrom", False, "none"),
         ("sinkhorn", False, "none"),
