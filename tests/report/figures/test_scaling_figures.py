@@ -150,11 +150,15 @@ def test_variants_of_the_zoo_have_colours_of_their_own():
 
 def test_a_later_colour_takes_one_label_of_as_many_as_there_are_colours_and_the_others_keep_theirs(monkeypatch):
     labels = [f"variant {number}" for number in range(4000)]
-    now = [look.colour for look in make_looks(labels, []).values()]
+
+    def colours():
+        return [make_looks([label], [])[label].colour for label in labels]
+
+    now = colours()
     assert set(now) == set(style.COLOURS)
     monkeypatch.setattr(style, "COLOURS", (*style.COLOURS, "#123456"))
     monkeypatch.setattr(style, "_LATER_SALTS", (*style._LATER_SALTS, 7))
-    later = [look.colour for look in make_looks(labels, []).values()]
+    later = colours()
     moved = [after for before, after in zip(now, later, strict=True) if after != before]
     assert set(moved) == {"#123456"}
     assert len(moved) == pytest.approx(len(labels) / len(style.COLOURS), rel=0.2)
