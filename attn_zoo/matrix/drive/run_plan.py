@@ -50,7 +50,7 @@ def _place(repeat: Record) -> tuple[bool, str, str]:
 
 
 class Forecasts:
-    """Foretell how long cells take, of every kind, from the records that there are and the repeats of others, by key."""
+    """Foretell how long cells take, of every kind, from records, and from the repeats that others have, by key."""
 
     def __init__(self, records: Iterable[Record], repeats: Mapping[str, Sequence[Record]]) -> None:
         self._by_kind, self._repeats = {kind.name: kind.forecast() for kind in KINDS}, repeats
@@ -327,9 +327,7 @@ def standing(
     )
 
 
-def time_left(
-    left: Iterable[PlannedCell], records: Iterable[Record], repeats: Mapping[str, Sequence[Record]]
-) -> float:
+def time_left(left: Iterable[PlannedCell], records: Iterable[Record], repeats: Mapping[str, Sequence[Record]]) -> float:
     """Return the seconds that cells will roughly take, one after another; 0 where nothing is known.
 
     Args:
