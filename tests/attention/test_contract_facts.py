@@ -166,7 +166,13 @@ def test_tokens_are_of_as_many_sequences_as_the_state(name):
                     read(*draw(of_tokens, length), state)
 
 
-@pytest.mark.parametrize("name", [name for name in DECODING if variants[name].capabilities.decode == "recurrent"])
+ENDING = ("cosformer",)
+"""Weights of these are zero between tokens that are as far apart as the longest length: beyond it they refuse."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in DECODING if variants[name].capabilities.decode == "recurrent" and name not in ENDING]
+)
 def test_a_state_of_constant_size_goes_on_beyond_the_length_it_was_built_for(name):
     (short, draw), (long, _) = list(forms(name, 4))[-1], list(forms(name, 12))[-1]
     short.load_state_dict(long.state_dict())

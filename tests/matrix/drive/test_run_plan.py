@@ -14,7 +14,7 @@ from attn_zoo.console import print_standing, print_summary
 from attn_zoo.errors import StoreError
 from attn_zoo.folder import read_run
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress, Progress, make_progress, span
-from attn_zoo.matrix.drive.run_plan import Session, _leave_terminal, _signals, run, standing, time_left
+from attn_zoo.matrix.drive.run_plan import Forecasts, Session, _leave_terminal, _signals, run, standing, time_left
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.schema import parse_matrix
@@ -457,11 +457,11 @@ def test_what_the_driver_does_for_a_cell_does_not_grow_with_the_cells_that_wait(
     items = [replace(first, cell=replace(first.cell, seed=seed)) for seed in range(3000)]
     asked: list[PlannedCell] = []
 
-    def forecast_s(_session: Session, item: PlannedCell) -> float:
+    def seconds(_forecasts: Forecasts, item: PlannedCell) -> float:
         asked.append(item)
         return 1.0
 
-    monkeypatch.setattr(Session, "forecast_s", forecast_s)
+    monkeypatch.setattr(Forecasts, "seconds", seconds)
     told: list[float] = []
     progress = Progress()
     monkeypatch.setattr(progress, "started", lambda _, eta_s: told.append(eta_s))
