@@ -280,7 +280,7 @@ def test_the_next_repeat_is_forecast_without_what_only_the_first_one_does(tmp_pa
     first = Record(cell=item.cell, status="ok", timing=timing(1.0), duration_s=30.5, phases=phases)
     repeats = {item.cell.key: [first]}
     session = Session(Store(tmp_path / "run"), Progress(), None, [item], [], 1, repeats)
-    assert session.left_s() == pytest.approx(2 * 3.25, abs=0.1)
+    assert session.left_s() == 2 * 3.25
     assert time_left([item], [], repeats) == 2 * 3.25
 
 
