@@ -1,4 +1,4 @@
-"""What a Python file imports, read from its text, and which of that lies beside it: both are one program.
+"""What a Python file imports and does, read from its text, and which files lie beside it: all are one program.
 
 A plain file belongs to no package, and Python would look for its neighbours only where it was started beside them.
 What Python has itself, and what is installed, comes first: a `random.py` beside a file is nothing that it can import.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import sys
 import sysconfig
+import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
@@ -17,6 +19,11 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".py", *EXTENSION_SUFFIXES)
+
+KNOWN_PROGRAMS: dict[str, str] = {}
+"""What `program_digest` found, by the digest of the text. A process that is given another's need not find it anew."""
+
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 
 
 @cache
@@ -88,6 +95,39 @@ def own_files(source: Path, folder: Path | None = None) -> dict[str, Path]:
                     found[file.relative_to(folder).as_posix()] = file
                     waiting.append(file)
     return found
+
+
+def _statements(text: bytes) -> Iterator[str]:
+    """Yield the rows of each statement up to their last token, alike in all versions of Python; not lone strings."""
+    tokens = tokenize.tokenize(io.BytesIO(text).readline)
+    rows = text.decode(next(tokens).string).removeprefix("\ufeff").split("\n")
+    words: list[str] = []
+    ends: dict[int, int | None] = {}
+    for token in tokens:
+        if token.type == tokenize.NEWLINE:
+            # One that begins with f is computed; as a token of its own it has no type before Python 3.12.
+            if len(words) != 1 or words[0].lstrip("rRuUbB")[:1] not in ("'", '"'):
+                yield "\n".join(rows[row - 1][:end] for row, end in ends.items())
+            words, ends = [], {}
+        elif token.type not in _LAYOUT:
+            words.append(token.string)
+            ends |= dict.fromkeys(range(token.start[0], token.end[0]))  # of a string of several rows
+            ends[token.end[0]] = token.end[1]
+
+
+def program_digest(path: Path) -> str:
+    """Return 16 hexadecimal digits that change with what a file does, not with comments, docstrings or empty lines."""
+    text = path.read_bytes()
+    whole = hashlib.sha256(text).hexdigest()[:32]
+    if path.suffix != ".py":
+        return whole[:16]
+    if whole not in KNOWN_PROGRAMS:
+        try:
+            program = "\0".join(_statements(text)).encode()
+        except (SyntaxError, ValueError, tokenize.TokenError):  # whoever imports it will say so
+            program = text
+        KNOWN_PROGRAMS[whole] = hashlib.sha256(program).hexdigest()[:16]
+    return KNOWN_PROGRAMS[whole]
 
 
 def own_digest(source: Path) -> str:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from attn_zoo.discovery.global_state import all_digits
+from attn_zoo.discovery.own_files import KNOWN_PROGRAMS
 from attn_zoo.errors import AttnZooError, ConfigError
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.limits import limit_memory
@@ -44,6 +45,7 @@ def _packages(cell: Cell) -> dict[str, str]:
 
 def answer(order: WorkOrder, tell: Callable[[int], object]) -> list[Record]:
     """Run a bundle in a process of its own: memory limited, files loaded, sources compared, all digits of float32."""
+    KNOWN_PROGRAMS.update(order.programs)
     room = limit_memory() if order.cells[0].device == "cpu" else None
     try:
         for path in order.variant_files:

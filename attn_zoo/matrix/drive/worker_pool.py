@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
+from attn_zoo.discovery.own_files import KNOWN_PROGRAMS
 from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
 from attn_zoo.matrix.kinds.all_kinds import kind_of
@@ -128,6 +129,7 @@ class WorkerPool:
             data_dir=str(settings.data_dir) if settings.data_dir else None,
             log=str(self.log(first)),
             verdicts=dict(self._verdicts),
+            programs=dict(KNOWN_PROGRAMS),
             **fields,
         )
         try:

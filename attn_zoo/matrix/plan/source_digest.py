@@ -1,5 +1,6 @@
 """Which sources decide a result: the variant's file and all that the measured code imports. Edits make records stale.
 
+Those of comments and docstrings do not: what counts is what the files do.
 Imports are followed through the text of the files, also those inside functions, but only in rooms whose code runs
 while something is measured. How it is measured is in the protocol versions, and what reads results decides nothing.
 Nor do, on a CPU, modules of this package that cannot be imported without Triton: they are for GPUs.
@@ -20,7 +21,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import attn_zoo
-from attn_zoo.discovery.own_files import imported_names, modules_at, own_files
+from attn_zoo.discovery.own_files import imported_names, modules_at, own_files, program_digest
 from attn_zoo.measure.environment import PACKAGES
 from attn_zoo.registry import Variant
 
@@ -133,7 +134,7 @@ def _packages(source: Path, rooms: tuple[str, ...], device: str, is_plain: bool,
             digest = hashlib.sha256()
             imported = {key: path for each in own.values() for key, path in own_files(each, folder).items()}
             for key in sorted(imported.keys() - {path.name for path in own.values()}):
-                digest.update(key.encode() + b"\0" + hashlib.sha256(imported[key].read_bytes()).digest())
+                digest.update(f"{key}={program_digest(imported[key])}\n".encode())
             code = f"source {digest.hexdigest()[:12]}"
             versions = {package: f"{version}, {code}" for package, version in versions.items()} or {name: code}
         found |= versions
@@ -157,14 +158,14 @@ def _program(variant: Variant, rooms: tuple[str, ...], device: str) -> tuple[Pat
 def _digest(source: Path, rooms: tuple[str, ...], device: str, is_plain: bool, content: str) -> str:
     digest = hashlib.sha256()
     for name, path in sorted(source_files(source, rooms, device, is_plain=is_plain).items()):
-        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        digest.update(f"{name}={program_digest(path)}\n".encode())
     for name, version in _packages(source, rooms, device, is_plain, content).items():
         digest.update(f"{name}=={version}\n".encode())
     return digest.hexdigest()[:16]
 
 
 def source_digest(variant: Variant, rooms: tuple[str, ...], device: str) -> str:
-    """Return 16 hexadecimal digits that change when one of the variant's `source_files` or `imported_packages` does.
+    """Return 16 hexadecimal digits that change with what the variant's `source_files` do, or its `imported_packages`.
 
     Computed once per process and registration: what is imported does not change under a running process either.
     """

@@ -29,6 +29,7 @@ class WorkOrder(Json):
         weights_dir: where to store what was trained, or None.
         log: file for what is printed.
         verdicts: of the gate, as far as other processes of the run know them.
+        programs: likewise `KNOWN_PROGRAMS`.
     """
 
     cells: tuple[Cell, ...]
@@ -47,3 +48,4 @@ class WorkOrder(Json):
     weights_dir: str | None = None
     log: str = ""
     verdicts: dict[str, Any] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from types import FrameType
 import pytest
 
 import attn_zoo
+from attn_zoo.discovery.own_files import program_digest
 from attn_zoo.matrix.cell.workload import Call
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.kinds.kind import AbstractKind
@@ -54,7 +55,7 @@ def digests(source: Path, provider: str = "attn_zoo", device: str = "cpu") -> li
 
 
 def edit(path: Path) -> None:
-    path.write_text(path.read_text() + "\n# edited\n")
+    path.write_text(path.read_text() + "\nEDITED = 1\n")
 
 
 def test_an_edit_makes_stale_what_runs_the_edited_code(package):
@@ -78,6 +79,71 @@ def test_an_edit_makes_stale_what_runs_the_edited_code(package):
         after = digests(source)
         assert [old != new for old, new in zip(before, after, strict=True)] == is_stale, name
         before = after
+
+
+PROGRAM = """
+import sys
+
+class Program:
+    def run(self, x=f"{LIMIT:>{LIMIT}}# {{no}} comment"):
+        text = '''{x}
+
+        # of the text
+        {self}'''
+        return (text, 1 + 2)
+"""
+
+
+def digest_of(path: Path, text: str) -> str:
+    path.write_text(text)
+    return program_digest(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("import sys", "import sys  # to tell"),
+        ("import sys", "'''What it does.\n\nAt length.'''\n\n# first of all\nimport sys"),
+        ("    def run", "    r'About it.'\n    # Runs.\n\n    def run"),
+        ("        text =", "        '''Run.'''\n\n        text ="),
+        ("(text, 1 + 2)", "(text, 1 + 2)\n\n\n'''Of what.'''"),
+        ("(text, 1 + 2)\n", "(text, 1 + 2)"),
+        ("\nimport sys", "\ufeffimport sys  # with the mark that some editors write"),
+    ],
+)
+def test_comments_docstrings_and_empty_lines_make_nothing_stale(tmp_path, old, new):
+    assert PROGRAM.count(old) == 1
+    assert digest_of(tmp_path / "a.py", PROGRAM.replace(old, new)) == digest_of(tmp_path / "a.py", PROGRAM)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# of the text", "# of a text"),
+        ("# of the text", "# of the text  "),
+        ("{x}\n\n", "{x}\n"),
+        ("{{no}} comment", "{{not}} comment"),
+        ("(text, 1 + 2)", "(text, 1 - 2)"),
+        ("        return", "    return"),
+        ("\nimport sys", "\ufeffimport syz"),
+        ("        return", "        f'{print()}'\n        return"),
+        ("        return", "        rf'{print()}'\n        return"),
+        ("        return", "        'a'.join(x)\n        return"),
+    ],
+)
+def test_whatever_a_file_does_differently_makes_stale(tmp_path, old, new):
+    assert PROGRAM.count(old) == 1
+    assert digest_of(tmp_path / "a.py", PROGRAM.replace(old, new)) != digest_of(tmp_path / "a.py", PROGRAM)
+
+
+@pytest.mark.parametrize("text", ["x = (", "  x\n y", "# coding: none\n", "x = '''"])
+def test_of_what_is_no_program_every_edit_counts(tmp_path, text):
+    assert digest_of(tmp_path / "a.py", text) != digest_of(tmp_path / "a.py", f"{text}# edited")
+
+
+def test_a_program_has_the_same_digest_in_all_versions_of_python(tmp_path):
+    """They cut an f-string into different tokens, and one folder may have results of several versions."""
+    assert digest_of(tmp_path / "a.py", PROGRAM) == "770928204b39aa6c"
 
 
 def test_what_needs_triton_decides_nothing_on_a_cpu(package):
