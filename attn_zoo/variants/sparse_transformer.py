@@ -149,7 +149,7 @@ class FactorisedLayout(PatternLayout):
 
     @property
     def mean_pairs(self) -> float:
-        """Visible (query, key) pairs of a head, exact, in O(sqrt(L)): no table is made for it."""
+        """Visible (query, key) pairs of a head, exact, in O(l / C + L / l): no table is made for it."""
         length, size, stride = self.query_len, self.block_size, self.stride
         count = max(0, self.num_blocks - 1)  # blocks before the last one, which has what is left
         if not self.is_fixed:

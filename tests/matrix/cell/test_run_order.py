@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_zoo.attention.oracle import softmax_attention
+from attn_zoo.discovery import own_files
 from attn_zoo.errors import AttnZooError, GateError, UnsupportedError
 from attn_zoo.matrix.cell import run_order, trial
 from attn_zoo.matrix.cell.conditions import Conditions
@@ -19,6 +20,7 @@ from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.matrix.kinds.scaling import CallWorkload, make_call_workload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
+from attn_zoo.matrix.plan import source_digest as module
 from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, source_digest
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure import capture
@@ -205,6 +207,22 @@ def test_float32_is_measured_with_all_its_digits(monkeypatch):
     run_order.answer(WorkOrder(cells=(on_gpu,), budget_s=0.1), lambda _: None)
     assert found == [False]
     assert torch.backends.cudnn.allow_tf32
+
+
+def test_what_the_run_has_read_a_worker_does_not_read_again(monkeypatch):
+    on_gpu = cell(device="cuda", variant_digest=source_digest(variants["full"], CALL_ROOMS, "cuda"))
+    known = dict(own_files.KNOWN_PROGRAMS)
+    order = WorkOrder(cells=(on_gpu,), programs=known)
+    own_files.KNOWN_PROGRAMS.clear()
+    module._digest.cache_clear()  # as another process begins
+    read = []
+    monkeypatch.setattr(own_files, "_statements", lambda text: read.append(text) or iter(()))
+    monkeypatch.setattr(run_order, "run_order", lambda *_: [])
+    try:
+        assert run_order.answer(order, lambda _: None) == []
+        assert not read
+    finally:
+        own_files.KNOWN_PROGRAMS.update(known)
 
 
 def test_traces_keep_the_end():
