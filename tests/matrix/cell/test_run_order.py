@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,8 +216,13 @@ def test_what_the_run_has_read_a_worker_does_not_read_again(monkeypatch):
     order = WorkOrder(cells=(on_gpu,), programs=known)
     own_files.KNOWN_PROGRAMS.clear()
     module._digest.cache_clear()  # as another process begins
-    read = []
-    monkeypatch.setattr(own_files, "_statements", lambda text: read.append(text) or iter(()))
+    read: list[bytes] = []
+
+    def statements(text: bytes) -> Iterator[str]:
+        read.append(text)
+        yield ""
+
+    monkeypatch.setattr(own_files, "_statements", statements)
     monkeypatch.setattr(run_order, "run_order", lambda *_: [])
     try:
         assert run_order.answer(order, lambda _: None) == []
