@@ -218,7 +218,7 @@ class AbstractAttention(_Bound, ABC):
         ways, and states of other sequences, at other positions, in turns with it. So nothing that belongs to a
         sequence is kept in the module. A variant whose states can be used only once raises `UnsupportedError` when
         one is used again. Both drop nothing, in training mode neither. A state that keeps every position takes no more
-        than `max_seq_len`; one of constant size goes on beyond, unless the weights end there.
+        than `max_seq_len`; one of constant size goes on beyond, unless its weights end there.
 
         Raises:
             UnsupportedError: the variant cannot decode step by step.

@@ -1,4 +1,4 @@
-"""What a Python file imports and does, read from its text, and which files lie beside it: all are one program.
+"""What a Python file does and imports, read from its text, and which of that lies beside it: both are one program.
 
 A plain file belongs to no package, and Python would look for its neighbours only where it was started beside them.
 What Python has itself, and what is installed, comes first: a `random.py` beside a file is nothing that it can import.
