@@ -89,7 +89,7 @@ def compare(
     """Compare two runs, times, memory, errors and scores: how far apart, and whether they agree within intervals."""
     from attn_zoo.report.compare import compare as compare_runs
     from attn_zoo.report.tables.table import to_terminal
-    from attn_zoo.report.units import MOST_LINES
+    from attn_zoo.units import MOST_LINES
 
     if markdown and as_json:
         raise ConfigError("--markdown", [("", "expected either --markdown or --json, not both")])
@@ -112,7 +112,7 @@ def compare(
 
 def _print_each(what: str, texts: Sequence[str]) -> None:
     """Print texts on the standard error stream, each with what it is before it; of very many the first."""
-    from attn_zoo.report.units import MOST_LINES
+    from attn_zoo.units import MOST_LINES
 
     more = [f"{len(texts) - MOST_LINES:,} more"] if len(texts) > MOST_LINES else []
     for text in [*texts[:MOST_LINES], *more]:
@@ -164,9 +164,9 @@ def verify(
 
     Models of another size than the baseline's are told of, and no mistake.
     """
-    from attn_zoo.report.units import MOST_LINES, clean
     from attn_zoo.report.verify import CHECKS, TOLD
     from attn_zoo.report.verify import verify as verify_results
+    from attn_zoo.units import MOST_LINES, clean
 
     faults = verify_results(source)
     if as_json:
@@ -195,7 +195,7 @@ def share(
 ) -> None:
     """Pack a run into one file that report, compare, export, verify and merge open; without logs and weights."""
     from attn_zoo.packed_run import share as share_folder
-    from attn_zoo.report.units import human_bytes
+    from attn_zoo.units import human_bytes
 
     path = share_folder(folder, out)
     console.say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {shlex.quote(str(path))} opens it")

@@ -22,10 +22,11 @@ ROOT = Path(attn_zoo.__file__).parent
 REPOSITORY = ROOT.parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# What each part may import of this package. Errors, metadata and the writer of whole files are for everybody.
-WORDS = {"errors", "metadata", "whole_files"}
+# What each part may import of this package. Errors, metadata, units and the writer of whole files are for everybody.
+WORDS = {"errors", "metadata", "units", "whole_files"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "units": set(),
     "metadata": {"errors"},
     "whole_files": {"errors"},
     "records": {"errors"},

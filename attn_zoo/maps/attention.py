@@ -19,11 +19,11 @@ from attn_zoo.attention.effective import attention_call, weight_columns
 from attn_zoo.errors import ConfigError, UnknownNameError, UnsupportedError
 from attn_zoo.maps.find import find_weights
 from attn_zoo.maps.head_panels import Pool, PooledWeights, draw_heads, make_bins, pool_weights
-from attn_zoo.report.units import shorten
 from attn_zoo.tasks import AbstractTask, Split
 from attn_zoo.tasks.abstract_task import IGNORED_LABEL
 from attn_zoo.training.batches import Batch
 from attn_zoo.training.weights import Trained, load_trained
+from attn_zoo.units import shorten
 
 MAX_SQUARES = 96
 """Squares of a panel along one side; longer inputs are binned."""

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.folder import not_a_results_folder
 from attn_zoo.records import Cell
-from attn_zoo.report.units import some
+from attn_zoo.units import some
 
 MAX_SHOWN = 8
 

@@ -13,8 +13,8 @@ from attn_zoo.registry import tasks
 from attn_zoo.report.figures.axes import annotate
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import COLOURS, INK, styled
-from attn_zoo.report.units import human_number
 from attn_zoo.training.protocol import Protocol, learning_rate, resolve_protocol
+from attn_zoo.units import human_number
 
 if TYPE_CHECKING:
     from attn_zoo.tasks import AbstractTask

@@ -37,9 +37,9 @@ from attn_zoo.report.tables.comparison_tables import (
 )
 from attn_zoo.report.tables.table import Row, Table, escape_markdown, interval_values, plain_rows
 from attn_zoo.report.tables.table import to_markdown as table_markdown
-from attn_zoo.report.units import human_number, percent
 from attn_zoo.report.wording import DISTURBANCES
 from attn_zoo.statistics.medians import Ratio, process_spread, ratio_of_runs
+from attn_zoo.units import human_number, percent
 
 ALLOWED = ("environment", "protocol", "flagged")
 """What is compared only where that is asked for: other machines or software, other ways to measure or to train, rows

@@ -35,7 +35,6 @@ from attn_zoo.report.tables.table import (
     text_column,
     time_column,
 )
-from attn_zoo.report.units import capital, human_length, human_ms
 from attn_zoo.report.wording import (
     PANEL_FIELDS,
     PASS_TITLES,
@@ -45,6 +44,7 @@ from attn_zoo.report.wording import (
     setting_words,
     worth_a_mark,
 )
+from attn_zoo.units import capital, human_length, human_ms
 
 _ERA = ("environment", "protocol_version")
 _SETTING = ("seq_len", "overrides", *(name for name in PANEL_FIELDS if name not in _ERA))

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Literal
 
 from attn_zoo.records import Record
-from attn_zoo.report.units import human_bytes, human_flops, human_joules, human_ms, human_s
+from attn_zoo.units import human_bytes, human_flops, human_joules, human_ms, human_s
 
 
 @dataclass(frozen=True, slots=True)

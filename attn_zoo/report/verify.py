@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.approximation_errors import GROUP_FIELDS
 from attn_zoo.report.analysis.efficiency import pass_flops
 from attn_zoo.report.analysis.observations import Observation, Results, read_results
 from attn_zoo.report.analysis.scores import PARAMS_TOLERANCE, AccuracyGroup, make_accuracy_groups
-from attn_zoo.report.units import human_flop_rate, human_ms
+from attn_zoo.units import human_flop_rate, human_ms
 
 ABOVE_MEASURED = 1.25
 """How far a rate may lie above the ceiling that the run measured, which a busy host measures too low; the one on a data

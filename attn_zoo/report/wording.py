@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_zoo.errors import counted
 from attn_zoo.records import PASSES, Ceilings, Environment, Record
-from attn_zoo.report.units import human_bandwidth, human_flop_rate, slug
+from attn_zoo.units import human_bandwidth, human_flop_rate, slug
 
 PASS_TITLES: Mapping[str, str] = {pass_.name: pass_.title for pass_ in PASSES.values()}
 

@@ -150,7 +150,7 @@ def test_running_out_of_memory_is_an_error_not_a_failure() -> None:
     assert result.outcome == "error"
     assert "you tried to allocate" in result.message
     assert outcome_of(caught.value)[0] == "oom_host"
-    assert "an allocation of 4294967296.00 GiB failed" in outcome_of(caught.value)[1]
+    assert "an allocation of 4194304 TiB failed" in outcome_of(caught.value)[1]
 
 
 def test_a_declared_yes_that_is_refused_is_a_failure() -> None:

@@ -28,8 +28,8 @@ from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table, exponent_table
 from attn_zoo.report.tables.table import MISSING, Table, to_terminal
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, turns_table
-from attn_zoo.report.units import TIMES
 from attn_zoo.statistics.medians import time_summary
+from attn_zoo.units import TIMES
 from tests.report.figures.legible import assert_legible, words
 from tests.report.synthetic import (
     CLAIMS,

@@ -18,23 +18,20 @@ from attn_zoo.errors import (
     message_of,
 )
 from attn_zoo.records import Record, Status
+from attn_zoo.units import human_bytes
 
 _ASKED = re.compile(r"tried to allocate (\d+) bytes")
 _TRACE_LINES, _TRACE_CHARS = 14, 4000
-
-
-def _gibibytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _host_reason(error: BaseException, room_bytes: int | None) -> str:
     text = message_of(error, None)
     what = "an allocation failed"
     if asked := _ASKED.search(text):
-        what = f"an allocation of {_gibibytes(int(asked[1]))} failed"
+        what = f"an allocation of {human_bytes(int(asked[1]))} failed"
     elif any(sign in text for sign in OVERFLOW_SIGNS):
         what = "a tensor of more bytes than can be counted"
-    had = f"; {_gibibytes(room_bytes)} were free when the cell began" if room_bytes is not None else ""
+    had = f"; {human_bytes(room_bytes)} were free when the cell began" if room_bytes is not None else ""
     return f"out of host memory: {what}{had}"
 
 

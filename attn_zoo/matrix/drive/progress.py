@@ -10,6 +10,7 @@ from typing import IO, ClassVar
 from attn_zoo.errors import counted
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import Record
+from attn_zoo.units import human_bytes
 
 
 def span(seconds: float) -> str:
@@ -37,7 +38,7 @@ def describe(record: Record) -> str:
         by = f" by {len(timing.process_sizes)} processes" if len(timing.process_sizes) > 1 else ""
         text = f"{timing.median_ms:.4g} ms (95 %: {timing.low_ms:.4g} to {timing.high_ms:.4g}{by})"
         peak = record.memory.peak_bytes if record.memory else None
-        text += f", peak {peak / 2**20:.4g} MiB" if peak is not None else ""
+        text += f", peak {human_bytes(peak)}" if peak is not None else ""
         doubts = ", ".join(flag.replace("_", " ") for flag in timing.flags)
         return f"{text}, doubtful: {doubts}" if doubts else text
     if (found := record.approximation) is not None:

@@ -14,7 +14,7 @@ from attn_zoo.report.analysis.panels import Panel, choose_panels, make_panels, m
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.series import Point, shown_doubts
 from attn_zoo.report.analysis.task_means import Overview, make_overviews
-from attn_zoo.report.units import human_length
+from attn_zoo.units import human_length
 
 MOST_PANELS, FEW_PANELS = 24, 6
 """A report of more panels than the first number has figures, and tables in its page, of the second only: four figures a

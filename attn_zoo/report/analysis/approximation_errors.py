@@ -14,8 +14,8 @@ from attn_zoo.records import Approximation, Cell, InputKind, Record
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.analysis.scores import mean_with_interval
-from attn_zoo.report.units import slug, unique_name
 from attn_zoo.report.wording import missing_word, setting_words
+from attn_zoo.units import slug, unique_name
 
 GROUP_FIELDS = (
     *("device", "dtype", "is_causal", "batch_size", "num_heads", "num_kv_heads", "head_dim", "protocol_version"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attn_zoo.report.analysis.fits import Growth, slope_words
 from attn_zoo.report.analysis.observations import Observation
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.units import human_length, human_slope
+from attn_zoo.units import human_length, human_slope
 
 AGREEMENT = 0.01
 """Relative difference between a formula and a count that needs no words."""

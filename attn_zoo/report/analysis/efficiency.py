@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attn_zoo.records import PASSES, Ceilings, Record, is_one_token
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
-from attn_zoo.report.units import percent
+from attn_zoo.units import percent
 
 _BACKWARD_BYTES = 2
 

@@ -11,7 +11,6 @@ from typing import Literal
 from attn_zoo.errors import counted
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.report.analysis.winners import SpeedUp
-from attn_zoo.report.units import human_length, human_slope
 from attn_zoo.statistics.growth import (
     CostFit,
     Crossover,
@@ -23,6 +22,7 @@ from attn_zoo.statistics.growth import (
     local_slopes,
 )
 from attn_zoo.statistics.medians import log_medians
+from attn_zoo.units import human_length, human_slope
 
 Quantity = Literal["time", "device", "peak_bytes", "extra_bytes", "saved_bytes"]
 """`device` is the time of the GPU alone, where it was measured; `time` that of a call as a user makes it."""

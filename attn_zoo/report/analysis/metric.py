@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from attn_zoo.records import LOWER_IS_BETTER
-from attn_zoo.report.units import MINUS, capital
+from attn_zoo.units import MINUS, capital
 
 End = TypeVar("End", float, float | None)
 

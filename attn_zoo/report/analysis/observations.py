@@ -14,8 +14,8 @@ from attn_zoo.errors import ConfigError, counted
 from attn_zoo.folder import Choose, Claim, Run
 from attn_zoo.records import Ceilings, Cell, Environment, Record, Status
 from attn_zoo.report.sources import read_source
-from attn_zoo.report.units import unique_name
 from attn_zoo.statistics.medians import time_summary
+from attn_zoo.units import unique_name
 
 NOT_RUN: Status = "cancelled"
 """Of a planned cell that has no record; its reason is why the run ended. Never stored, so that the next run takes the

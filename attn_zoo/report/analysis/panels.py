@@ -16,8 +16,8 @@ from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series, shown_doubts
 from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, fastest_of, is_paired, winners
-from attn_zoo.report.units import unique_name
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
+from attn_zoo.units import unique_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from attn_zoo.report.analysis.training_runs import (
     unequal_trials,
 )
 from attn_zoo.report.measurements import COSTS
-from attn_zoo.report.units import MINUS, slug, unique_name
 from attn_zoo.statistics.paired import mean_interval, paired_interval
+from attn_zoo.units import MINUS, slug, unique_name
 
 LEAST_SEEDS = 3
 """In common, below which no difference is called settled."""

@@ -10,8 +10,8 @@ from statistics import fmean
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore
-from attn_zoo.report.units import slug, unique_name
 from attn_zoo.statistics.paired import interval_of_means
+from attn_zoo.units import slug, unique_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.figures.style import MARK, MUTED, Line, Look
 from attn_zoo.report.figures.svg import NO_TAG, Tag
-from attn_zoo.report.units import human_length
+from attn_zoo.units import human_length
 
 ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.7}
 """Box behind words that lines may cross."""

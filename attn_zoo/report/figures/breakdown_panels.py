@@ -21,7 +21,7 @@ from attn_zoo.report.figures.labels import EndLabel, draw_end_labels, label_room
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import BLACK, DASHED, MARK, MUTED, SOLID, WHITE, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_length, human_number, some
+from attn_zoo.units import human_length, human_number, some
 
 LOGARITHMIC_FROM = 8
 """Ratio of the largest to the smallest value of an axis from which it is drawn logarithmically."""

@@ -17,7 +17,7 @@ from attn_zoo.report.figures.labels import PointName, draw_point_names, line_box
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_bytes, human_rate, some
+from attn_zoo.units import human_bytes, human_rate, some
 
 HEIGHT = 4.3
 LARGEST, SMALLEST = 24.0, 4.0

@@ -22,8 +22,8 @@ from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MUTED, STRIP, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_length, shorten
 from attn_zoo.report.wording import outcome
+from attn_zoo.units import human_length, shorten
 
 STRIP_ROW = 0.34
 STRIP_FONT = 8.5

@@ -15,7 +15,7 @@ from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MARK, MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.error_tables import MEAN, error_text
-from attn_zoo.report.units import human_length, percent, some
+from attn_zoo.units import human_length, percent, some
 
 LEAST = 1e-3
 """An error below is drawn here: what rounds is exact, and would press all others together."""

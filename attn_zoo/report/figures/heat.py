@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, PALE
-from attn_zoo.report.units import human_number
+from attn_zoo.units import human_number
 
 BAR_ROOM = 1.0
 """Inches at the right of panels for a colour bar with its numbers."""

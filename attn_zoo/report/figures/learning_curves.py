@@ -16,7 +16,7 @@ from attn_zoo.report.figures.axes import draw_mark, score_axis
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import DASHED, SOLID, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import human_flops, human_number, some
+from attn_zoo.units import human_flops, human_number, some
 
 UNITS: Mapping[Axis, tuple[tuple[float, str], ...]] = {
     "steps": ((1.0, "step"),),

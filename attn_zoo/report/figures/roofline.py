@@ -31,7 +31,8 @@ from attn_zoo.report.figures.labels import (
 from attn_zoo.report.figures.page import Page
 from attn_zoo.report.figures.style import INK, MUTED, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.units import (
+from attn_zoo.report.wording import MARKS, ceilings_words
+from attn_zoo.units import (
     human_bandwidth,
     human_flop_rate,
     human_length,
@@ -39,7 +40,6 @@ from attn_zoo.report.units import (
     percent,
     some,
 )
-from attn_zoo.report.wording import MARKS, ceilings_words
 
 SMALLEST, LARGEST = 5.5, 9.5
 """Points across the mark of the shortest and the longest length: some are measured at the shortest alone."""

@@ -22,7 +22,8 @@ from attn_zoo.report.figures.style import GUIDE, INK, MARK, MUTED, Looks, plain
 from attn_zoo.report.figures.svg import Tag
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
-from attn_zoo.report.units import (
+from attn_zoo.report.wording import MARKS, doubt_counts, held_words, marks_of
+from attn_zoo.units import (
     human_bytes,
     human_joules,
     human_length,
@@ -32,7 +33,6 @@ from attn_zoo.report.units import (
     ratio_interval,
     some,
 )
-from attn_zoo.report.wording import MARKS, doubt_counts, held_words, marks_of
 
 GUIDE_GAP = 1.7
 """Factor between the data and the reference lines."""

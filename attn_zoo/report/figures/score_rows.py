@@ -13,8 +13,8 @@ from attn_zoo.report.figures.axes import ON_WHITE, annotate, bar_words, score_ax
 from attn_zoo.report.figures.dot_rows import ROW, DotRow, draw_rows, row_axes
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import MARK, MUTED, Looks, plain
-from attn_zoo.report.units import some, with_ends
 from attn_zoo.report.wording import outcome
+from attn_zoo.units import some, with_ends
 
 FLOOR_ROW = 0.17
 SMALL = 8

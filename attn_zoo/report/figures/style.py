@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.font_manager import findfont, get_font
 
-from attn_zoo.report.units import clean, shorten
+from attn_zoo.units import clean, shorten
 
 INK = "#1f2328"
 MUTED = "#59636e"

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from attn_zoo.errors import ConfigError
 from attn_zoo.report.figures.style import DARK, FONTS, styled
-from attn_zoo.report.units import clean
+from attn_zoo.units import clean
 from attn_zoo.whole_files import write_whole
 
 _DECIMALS = 2  # of a point: a hundredth of it is a fiftieth of a pixel on a page twice as wide as the figure

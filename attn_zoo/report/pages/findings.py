@@ -25,7 +25,8 @@ from attn_zoo.report.tables.front_table import LEVEL, shown_groups
 from attn_zoo.report.tables.growth_tables import crossing_text
 from attn_zoo.report.tables.table import marked
 from attn_zoo.report.tables.time_tables import factor_text, weights_words
-from attn_zoo.report.units import (
+from attn_zoo.report.wording import MARKS, doubt_counts, doubt_list, machine_words, marks_of, one_seed, outcome
+from attn_zoo.units import (
     FEW,
     capital,
     human_bytes,
@@ -36,7 +37,6 @@ from attn_zoo.report.units import (
     percent,
     some,
 )
-from attn_zoo.report.wording import MARKS, doubt_counts, doubt_list, machine_words, marks_of, one_seed, outcome
 
 EXPLANATION = (
     "Exact attention compares every token with every other one, so twice the length costs four times the time: "

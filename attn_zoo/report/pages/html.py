@@ -37,7 +37,7 @@ from attn_zoo.report.pages.findings import (
 from attn_zoo.report.tables.all_tables import QUESTIONS
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.table import Column, Row, Table
-from attn_zoo.report.units import clean, human_bytes
+from attn_zoo.units import clean, human_bytes
 
 
 def build_page(

@@ -30,8 +30,8 @@ from attn_zoo.report.tables.time_tables import (
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.units import capital, clean, human_bytes, human_length, human_ms, human_number, percent
 from attn_zoo.report.wording import NO_RECORD, marks_of
+from attn_zoo.units import capital, clean, human_bytes, human_length, human_ms, human_number, percent
 
 MOST_LENGTHS = 6
 FORWARD = ("infer", "fwd")

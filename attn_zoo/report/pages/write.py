@@ -22,7 +22,7 @@ from attn_zoo.report.tables.all_tables import MOST_ROWS, make_tables, shown_tabl
 from attn_zoo.report.tables.front_table import front_table
 from attn_zoo.report.tables.score_tables import score_table
 from attn_zoo.report.tables.table import escape_markdown, to_csv, to_markdown, to_terminal
-from attn_zoo.report.units import MOST_LINES, clean, some
+from attn_zoo.units import MOST_LINES, clean, some
 from attn_zoo.whole_files import refuse_links, require_writable, write_whole
 
 

@@ -32,8 +32,8 @@ from attn_zoo.report.tables.score_tables import (
 )
 from attn_zoo.report.tables.table import Column, Table, text_column
 from attn_zoo.report.tables.time_tables import length_table, measurement_table, step_table, turns_table
-from attn_zoo.report.units import human_length
 from attn_zoo.report.wording import OUTCOMES, PASS_TITLES, outcome
+from attn_zoo.units import human_length
 
 MOST_ROWS = 1000
 """Of a table on the page."""

@@ -21,8 +21,8 @@ from attn_zoo.report.tables.table import (
     text_column,
     time_column,
 )
-from attn_zoo.report.units import human_length, human_number, with_ends
 from attn_zoo.report.wording import PANEL_FIELDS, doubt_words, marks_of, setting_words, worth_a_mark
+from attn_zoo.units import human_length, human_number, with_ends
 
 SAME_WITHIN = 0.02
 """A whole interval within this share of 1 is `same`: what lasts for a whole run differs by as much."""

@@ -15,8 +15,8 @@ from attn_zoo.report.analysis.panels import Panel
 from attn_zoo.report.analysis.series import shown_doubts
 from attn_zoo.report.tables.table import MARK_REMARKS, Column, Remark, Table, number_column, text_column
 from attn_zoo.report.tables.time_tables import pass_columns
-from attn_zoo.report.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 from attn_zoo.report.wording import ceilings_words, marks_of
+from attn_zoo.units import human_bandwidth, human_flop_rate, human_flops, human_length, human_ms, percent
 
 _OF_CALLS = (
     "Useful FLOPs, by formula, a multiply-add being two, padding included; a backward counts as {ratios} forwards. "

@@ -19,8 +19,8 @@ from attn_zoo.report.tables.table import (
     without_interval,
 )
 from attn_zoo.report.tables.time_tables import by_importance
-from attn_zoo.report.units import capital, human_flops, human_length, human_number, percent, with_ends
 from attn_zoo.report.wording import NO_RECORD
+from attn_zoo.units import capital, human_flops, human_length, human_number, percent, with_ends
 
 MEAN = "mean of the values"
 """What needs no attention: equal weights for all that a row sees."""

@@ -18,7 +18,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import capital, human_number
+from attn_zoo.units import capital, human_number
 
 
 def exchanges(score: LabelScore) -> list[tuple[float, Replacement]]:

@@ -24,8 +24,8 @@ from attn_zoo.report.tables.time_tables import (
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.units import capital, human_bytes, human_length, human_ms, some
 from attn_zoo.report.wording import NO_RECORD, marks_of, one_seed
+from attn_zoo.units import capital, human_bytes, human_length, human_ms, some
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
 MOST_LENGTHS = 5

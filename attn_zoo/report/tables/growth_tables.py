@@ -25,8 +25,8 @@ from attn_zoo.report.tables.table import (
     text_column,
 )
 from attn_zoo.report.tables.time_tables import interval_remark, pass_columns
-from attn_zoo.report.units import human_length, human_slope, percent, some
 from attn_zoo.report.wording import marks_of
+from attn_zoo.units import human_length, human_slope, percent, some
 
 
 def exponent_table(analysis: Analysis) -> Table:

@@ -29,7 +29,7 @@ from attn_zoo.report.tables.table import (
     number_column,
     text_column,
 )
-from attn_zoo.report.units import Units, capital, human_flops, human_s
+from attn_zoo.units import Units, capital, human_flops, human_s
 
 
 def _row(group: AccuracyGroup, score: LabelScore) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.units import Units, clean, human_ms, shorten, with_ends
 from attn_zoo.report.wording import MARKS, outcome
+from attn_zoo.units import Units, clean, human_ms, shorten, with_ends
 
 Row = Mapping[str, Any]
 

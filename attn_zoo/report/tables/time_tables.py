@@ -28,7 +28,8 @@ from attn_zoo.report.tables.table import (
     time_column,
     without_interval,
 )
-from attn_zoo.report.units import (
+from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of
+from attn_zoo.units import (
     Units,
     human_bytes,
     human_count,
@@ -40,7 +41,6 @@ from attn_zoo.report.units import (
     ratio_interval,
     some,
 )
-from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of
 
 _REPLAYED = (
     "the same call replayed from a CUDA graph, cache warm: the time of the GPU alone. Replays one after another may "

@@ -82,7 +82,7 @@ def test_a_member_that_ends_the_process_takes_the_blame_and_the_others_begin_ane
     assert found["fake_segfault"].bundle == sound.bundle != ""
     failed = found["fake_memory_error"]
     assert (failed.status, failed.isolation, failed.bundle) == ("oom_host", "cell", ""), "so the failure is its own"
-    assert "an allocation of 16384.00 GiB failed" in failed.reason
+    assert "an allocation of 16 TiB failed" in failed.reason
     assert (found["fake_killed"].status, found["fake_killed"].attempt) == ("crashed", 2), "perhaps it was another's"
 
 

@@ -172,16 +172,16 @@ class Untold(Exception):
             "oom_device",
             "OutOfMemoryError: CUDA out of memory. Tried",
         ),
-        (MemoryError(), "oom_host", "out of host memory: an allocation failed; 4.00 GiB were free when the cell began"),
+        (MemoryError(), "oom_host", "out of host memory: an allocation failed; 4 GiB were free when the cell began"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes."),
             "oom_host",
-            "out of host memory: an allocation of 1.0 MiB failed; 4.00 GiB were free when the cell began",
+            "out of host memory: an allocation of 1 MiB failed; 4 GiB were free when the cell began",
         ),
         (
             RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904, 2]"),
             "oom_host",
-            "out of host memory: a tensor of more bytes than can be counted; 4.00 GiB were free when the cell began",
+            "out of host memory: a tensor of more bytes than can be counted; 4 GiB were free when the cell began",
         ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "oom_host", "out of host memory: an allocation failed"),
         (SystemExit(3), "error", "the variant called sys.exit(3)"),
@@ -301,7 +301,7 @@ def test_under_the_memory_limit_an_allocation_fails_cleanly_and_small_ones_work(
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert "('oom_host', 'out of host memory: an allocation of 0.39 GiB failed; 0.28 GiB were free" in done.stdout
+    assert "('oom_host', 'out of host memory: an allocation of 400 MiB failed; 285 MiB were free" in done.stdout
     assert "10485760.0" in done.stdout
 
 

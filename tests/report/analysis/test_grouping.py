@@ -1,7 +1,7 @@
 """Groups keep the order in which things come."""
 
 from attn_zoo.report.analysis.grouping import grouped
-from attn_zoo.report.units import unique_name
+from attn_zoo.units import unique_name
 
 
 def test_keys_and_items_stay_in_their_order():

@@ -11,7 +11,7 @@ from attn_zoo.report.analysis.breakdown import axes_of, parts
 from attn_zoo.report.analysis.learning import COMPILED_FIRST, budgets, mean_curve, seed_curves
 from attn_zoo.report.tables.score_tables import equal_cost_table, score_table
 from attn_zoo.report.tables.table import to_csv
-from attn_zoo.report.units import capital
+from attn_zoo.units import capital
 from tests.report.synthetic import accuracy, analysed, group
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from attn_zoo.folder import pack_cells
 from attn_zoo.report.pages.leaderboard import Entry, leaderboard_page, leaderboard_readme, read_machines
-from attn_zoo.report.units import human_ms
+from attn_zoo.units import human_ms
 from tests.report.pages.browser import ask
 from tests.report.pages.test_html import EVIL, elements, needs_chromium
 from tests.report.synthetic import accuracy, scaling, write_run, zoo

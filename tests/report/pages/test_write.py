@@ -19,7 +19,7 @@ from attn_zoo.report.analysis.analyse import analyse
 from attn_zoo.report.export import export
 from attn_zoo.report.pages.findings import findings, headline
 from attn_zoo.report.pages.write import print_report
-from attn_zoo.report.units import clean, human_bytes, human_ms, human_number, slug
+from attn_zoo.units import clean, human_bytes, human_ms, human_number, slug
 from tests.report.synthetic import accuracy, scaling, write_run
 
 

@@ -30,7 +30,7 @@ from attn_zoo.report.tables.table import (
     to_markdown,
     to_terminal,
 )
-from attn_zoo.report.units import human_bytes
+from attn_zoo.units import human_bytes
 from tests.report.synthetic import CLAIMS, DOUBLINGS, analysed, costed, roof, scaling, trained, zoo
 
 NASTY = [
