@@ -106,6 +106,12 @@ FILES = {
         "fast_transformers/feature_maps/base.py",
         "7e2f1fb7432bdb9afd9413f835c21ef9c7de94d1fd07bb56351acf5f20b6d816",
     ),
+    "long short": File(
+        "NVIDIA/transformer-ls",
+        "1527c5cc760daf1432a5c5c1fdc2ffb2f074c969",
+        "lra/attention_transformer_ls.py",
+        "504eb4163d607c7b32f61e95c3507122f8149885093cacf4d76f3e8299bf4d97",
+    ),
     "luna": File(
         "XuezheMax/fairseq-apollo",
         "3644d2064b1a1751db45654cc1d01a08ab3a860f",
@@ -408,6 +414,40 @@ def linformer(theirs: Theirs) -> Iterator[Pair]:
         yield Pair(
             f"{sharing}, {layout}, {length} of {MAX_SEQ_LEN} tokens", module(hidden), output.transpose(0, 1), leaves
         )
+
+
+def long_short(theirs: Theirs) -> Iterator[Pair]:
+    """Compare whole segments, as theirs takes no other."""
+    attention = theirs.definitions("long short", "AttentionLS", F=nn.functional).AttentionLS
+    names = {"W_q": "query_proj", "W_k": "key_proj", "W_v": "value_proj", "W_o": "out_proj"}
+    names |= {"dual_ln_l": "local_norm", "dual_ln_s": "global_norm"}
+    for window_size, proj_len, length in ((16, 8, 96), (6, 5, 90)):
+        module = build(build_mixer, "long_short", is_causal=False, window_size=window_size, proj_len=proj_len)
+        config = SimpleNamespace(
+            num_head=NUM_HEADS,
+            head_dim=HEAD_DIM,
+            transformer_dim=EMBED_DIM,
+            max_seq_len=MAX_SEQ_LEN,
+            num_landmarks=proj_len,
+            window_size=window_size,
+            attention_dropout=0.0,
+            fp32_attn=False,
+            pooling_mode="mean",
+            cls_token=False,
+        )
+        weights = {
+            f"{their}.{kind}": getattr(getattr(module, our), kind)
+            for their, our in names.items()
+            for kind in ("weight", "bias")
+        }
+        weights["dconv_fc.weight"] = module.share_proj.weight
+        weights["dconv_fc.bias"] = torch.zeros(NUM_HEADS * proj_len)
+        hidden, mask = hidden_states(length), padding(length)
+        keep = ~mask[..., None]
+        output = functional_call(attention(config), weights, (hidden, ~mask))
+        leaves = {"x": hidden, **dict(module.named_parameters())}
+        case = f"window {window_size}, {proj_len} summaries of {length}, padding"
+        yield Pair(case, module(hidden, key_padding_mask=mask) * keep, output * keep, leaves)
 
 
 def luna(theirs: Theirs) -> Iterator[Pair]:
@@ -738,6 +778,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         gated_deltanet,
         linear_attention,
         linformer,
+        long_short,
         luna,
         mamba2,
         moba,
