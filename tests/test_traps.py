@@ -93,14 +93,14 @@ def test_12_no_variant_is_charged_for_activation_checkpointing():
 
 
 def test_13_inputs_are_random_numbers():
-    from attn_zoo.matrix.kinds.scaling import make_call_workload
+    from attn_zoo.matrix.kinds.scaling import CallWorkload
     from attn_zoo.records import Cell
 
     cell = Cell(
         kind="scaling", variant="full", batch_size=1, scope="attention", pass_="fwd", seq_len=64, num_heads=2,
         num_kv_heads=2, head_dim=16,
     )  # fmt: skip
-    leaves = make_call_workload(cell).leaves
+    leaves = CallWorkload(cell).leaves
     assert len(leaves) == 3
     assert all(0.9 < float(tensor.detach().std()) < 1.1 for tensor in leaves)
 

@@ -13,7 +13,7 @@ from attn_zoo.attention import BuildContext
 from attn_zoo.conformance import gate, gate_model, probes
 from attn_zoo.conformance.subject import Subject
 from attn_zoo.errors import GateError, UnsupportedError
-from attn_zoo.matrix.kinds.scaling import make_call_workload
+from attn_zoo.matrix.kinds.scaling import CallWorkload
 from attn_zoo.records import Cell
 from attn_zoo.registry import variants
 from tests.conformance.broken import Broken, Softmax, registered, written_out
@@ -38,7 +38,7 @@ def checked(name: str, seq_len: int = LEN, *, is_gated: bool = True, **changes: 
         head_dim=8,
         **fields,
     )
-    workload = make_call_workload(cell)
+    workload = CallWorkload(cell)
     gated = workload.gate() if is_gated else ()
     call, setup = workload.make_call()
     if setup is not None:
@@ -356,7 +356,7 @@ def test_repeats_leave_the_probes_to_the_first_process(monkeypatch):
         kind="scaling", variant="full", variant_digest="0" * 16, device="cpu", dtype="float32", scope="attention",
         pass_="infer", seq_len=8, batch_size=1, num_heads=1, num_kv_heads=1, head_dim=8,
     )  # fmt: skip
-    workload = make_call_workload(cell)
+    workload = CallWorkload(cell)
     call, _ = workload.make_call()
     output = call()
     assert workload.check(output, is_repeat=True) == ("own_shape", "own_rows")
@@ -440,7 +440,7 @@ def test_a_call_after_the_samples_gives_what_the_first_one_gave(cls, check, pass
             kind="scaling", variant=name, variant_digest="0" * 16, device="cpu", dtype="float32", scope="attention",
             pass_=pass_, seq_len=40, batch_size=2, num_heads=2, num_kv_heads=2, head_dim=8,
         )  # fmt: skip
-        workload = make_call_workload(cell)
+        workload = CallWorkload(cell)
         workload.gate()
         call, _ = workload.make_call()
         workload.check(call(), is_repeat=False)

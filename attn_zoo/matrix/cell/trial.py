@@ -206,7 +206,7 @@ class Trial:
             energy_reason=self._energy[1],
             memory=self._memory,
             counted_flops=self._counted,
-            num_params=work.num_params,
+            num_params=sum(item.numel() for item in work.module.parameters()),
             **asdict(claims),
         )
 

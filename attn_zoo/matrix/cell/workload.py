@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_zoo.matrix.claimed_costs import Claims
 from attn_zoo.measure.passes import num_unlike
@@ -19,10 +19,12 @@ class AbstractWorkload(ABC):
     """What a cell measures.
 
     Attributes:
+        module: what runs, with all its parameters.
         inputs: what a cell that differs in the variant only may be given too.
         why_not_captured: why a call is not tried as a CUDA graph; empty where it is.
     """
 
+    module: nn.Module
     inputs: Sequence[Tensor]
     why_not_captured = ""
 
@@ -58,11 +60,6 @@ class AbstractWorkload(ABC):
     @abstractmethod
     def memory(self) -> Memory:
         """Measure the memory of one call."""
-
-    @property
-    @abstractmethod
-    def num_params(self) -> int:
-        """Of what runs."""
 
     @abstractmethod
     def claims(self) -> Claims:

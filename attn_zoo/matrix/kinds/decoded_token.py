@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from attn_zoo.attention import AbstractAttention, AbstractMixer
 from attn_zoo.attention.decode import state_bytes
 from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance.checks.decoding import state_tensors
@@ -143,6 +144,8 @@ class AbstractReadWorkload(AbstractWorkload):
         UnsupportedError: the variant refuses what the cell asks.
     """
 
+    module: AbstractAttention | AbstractMixer
+
     def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None, *, num_after: int) -> None:
         assert cell.seq_len is not None  # every cell of this kind has one
         dtype: torch.dtype = getattr(torch, cell.dtype)
@@ -151,7 +154,7 @@ class AbstractReadWorkload(AbstractWorkload):
         self._cell, self._seq_len = cell, cell.seq_len
         is_free = _capabilities(cell).variable_seq_len
         self._whole_len = _fitting(cell, cell.seq_len + 1) if is_free else self._build.max_seq_len
-        self._module = module.to(device=cell.device, dtype=dtype).eval()
+        self.module = module.to(device=cell.device, dtype=dtype).eval()
         self.inputs = draw_inputs(cell.at(cell.seq_len + num_after), dtype) if inputs is None else inputs
 
     def gate(self) -> tuple[str, ...]:
@@ -160,11 +163,11 @@ class AbstractReadWorkload(AbstractWorkload):
     def _empty(self) -> Any:
         """Return the state before the first token."""
         first = self.inputs[0]
-        return self._module.init_state(first.shape[0], device=first.device, dtype=first.dtype)
+        return self.module.init_state(first.shape[0], device=first.device, dtype=first.dtype)
 
     def _read(self, part: range, state: Any, *, at_once: bool) -> tuple[Tensor, Any]:
         """Read the tokens at some positions: all by prefill, or one by a step."""
-        read: Callable[..., tuple[Tensor, Any]] = self._module.prefill if at_once else self._module.step
+        read: Callable[..., tuple[Tensor, Any]] = self.module.prefill if at_once else self.module.step
         return read(*(tensor[..., part.start : part.stop, :] for tensor in self.inputs), state)
 
     def _forward(self) -> Tensor:
@@ -175,7 +178,7 @@ class AbstractReadWorkload(AbstractWorkload):
         num_more, inputs = self._whole_len - self.inputs[0].shape[-2], self.inputs
         if num_more:
             inputs = [torch.cat([each, *[each[..., -1:, :]] * num_more], dim=-2) for each in inputs]
-        output: Tensor = self._module(*inputs)
+        output: Tensor = self.module(*inputs)
         return output
 
     def _row_after(self, whole: Tensor) -> Tensor:
@@ -184,7 +187,7 @@ class AbstractReadWorkload(AbstractWorkload):
 
     def _is_comparable(self, output: Tensor) -> bool:
         """Return whether the forward says what the output is: rounding may flip what is chosen by the data."""
-        return output.dtype == torch.float64 or not has_routing(self._module)
+        return output.dtype == torch.float64 or not has_routing(self.module)
 
     def _expect_shape(self, output: Tensor, num_tokens: int, what: str) -> None:
         first = self.inputs[0]
@@ -200,10 +203,6 @@ class AbstractReadWorkload(AbstractWorkload):
         if error > allowed:
             text = f"{words.format(f'{error:.2g}')}, allowed {allowed:.2g}"
             raise GateError(check, f"{self._cell.variant}, after {self._seq_len} tokens: {text}")
-
-    @property
-    def num_params(self) -> int:
-        return sum(item.numel() for item in self._module.parameters())
 
 
 @final
@@ -255,7 +254,7 @@ class PrefillWorkload(AbstractReadWorkload):
 
     def memory(self) -> Memory:
         """Measure one prefill beside its tokens and weights; the state that it makes is part of the extra."""
-        leaves = [*self.inputs, *self._module.parameters()]
+        leaves = [*self.inputs, *self.module.parameters()]
         found = memory_of_pass(lambda: self._prefill()[0], leaves, "infer", device=self._cell.device)
         return replace(found, state_bytes=self._state_bytes, saved_bytes=None)
 
@@ -361,7 +360,7 @@ class DecodeWorkload(AbstractReadWorkload):
         size = state_bytes(steps.state)
         found = memory_of_update(
             steps,
-            lambda: [*self._module.parameters(), *state_tensors(steps.state)],
+            lambda: [*self.module.parameters(), *state_tensors(steps.state)],
             settle=steps.settle,
             device=self._cell.device,
         )

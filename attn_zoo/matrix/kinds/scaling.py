@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, final, get_args
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
+from attn_zoo.attention import AbstractAttention, AbstractMixer
 from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance import FirstCall, check_output
 from attn_zoo.conformance.inputs import Inputs
@@ -69,39 +68,57 @@ class Scaling(CallKind, TimedKind):
         return call_estimate(item)
 
     def workload(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
-        return make_call_workload(cell, inputs)
+        return CallWorkload(cell, inputs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@final
 class CallWorkload(AbstractWorkload):
-    """One call of the variant; `kept` has some rows of what the first gave, where none draws anything at random."""
+    """One call of the variant.
 
-    cell: Cell
+    Raises:
+        UnsupportedError: the variant refuses what the cell asks.
+    """
+
     module: AbstractAttention | AbstractMixer
-    forward: Callable[[], Tensor]
-    inputs: Sequence[Tensor]
-    key_padding_mask: Tensor | None
-    leaves: list[Tensor]
-    build: BuildContext
-    kept: list[Tensor] = field(default_factory=list)
+
+    def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None = None) -> None:
+        dtype: torch.dtype = getattr(torch, cell.dtype)
+        has_graph = PASSES[_pass_of(cell)].has_graph
+        seed_generators(cell.seed)
+        module, self._build = make_module(cell)
+        module = module.to(device=cell.device, dtype=dtype)
+        module.train(has_graph)
+        shape = call_shape(cell)
+        if inputs is None:
+            inputs = [tensor.requires_grad_(has_graph) for tensor in draw_inputs(cell, dtype)]
+        mask = padding_of(shape.batch_size, shape.query_len, cell.device) if cell.has_padding else None
+
+        def forward() -> Tensor:
+            output: Tensor = module(*inputs, key_padding_mask=mask)
+            return output
+
+        self.module, self.inputs, self.forward = module, inputs, forward
+        self.leaves = [*inputs, *(item for item in module.parameters() if item.requires_grad)]
+        self._cell, self._mask = cell, mask
+        self._kept: Tensor | None = None  # some rows of what the first call gave, where none draws anything at random
 
     def gate(self) -> tuple[str, ...]:
-        return gate_call(self.cell, self.build, is_training=self.module.training)
+        return gate_call(self._cell, self._build, is_training=self.module.training)
 
     def make_call(self) -> tuple[Call, Call | None]:
         clear_grads(self.leaves)
-        return make_pass(self.forward, self.leaves, _pass_of(self.cell))
+        return make_pass(self.forward, self.leaves, _pass_of(self._cell))
 
     def settle(self) -> None:
         settle_calls(self)
 
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         assert isinstance(output, Tensor)
-        cell, kind = self.cell, PASSES[_pass_of(self.cell)]
+        cell, kind = self._cell, PASSES[_pass_of(self._cell)]
         inputs = Inputs(
             form=form_of(cell),
             tensors=tuple(self.inputs),
-            key_padding_mask=self.key_padding_mask,
+            key_padding_mask=self._mask,
             is_causal=cell.is_causal,
         )
         named = dict(zip(inputs.names, self.inputs, strict=True)) | {
@@ -116,32 +133,28 @@ class CallWorkload(AbstractWorkload):
         )
         held = check_output(first)
         if not first.is_random and first.capabilities.is_deterministic:
-            self.kept[:] = [_some_rows(output)]
+            self._kept = _some_rows(output)
         if is_repeat:
             return held
         return (*held, *(probe_dropout(first) if first.is_random else probe(first, is_known="own_rows" in held)))
 
     def check_again(self) -> tuple[str, ...]:
-        if not self.kept:
+        if self._kept is None:
             return ()
-        with torch.set_grad_enabled(PASSES[_pass_of(self.cell)].has_graph):
+        with torch.set_grad_enabled(PASSES[_pass_of(self._cell)].has_graph):
             rows = _some_rows(self.forward())
-        change = largest_error(rows, self.kept[0])
-        if change > rounding(self.kept[0], self.build.max_seq_len + self.inputs[0].shape[-1]):
+        change = largest_error(rows, self._kept)
+        if change > rounding(self._kept, self._build.max_seq_len + self.inputs[0].shape[-1]):
             raise GateError(
-                "own_last", f"{self.cell.variant}: after the samples an output is off by {change:.2g} from the first"
+                "own_last", f"{self._cell.variant}: after the samples an output is off by {change:.2g} from the first"
             )
         return ("own_last",)
 
     def memory(self) -> Memory:
-        return memory_of_pass(self.forward, self.leaves, _pass_of(self.cell), device=self.cell.device)
-
-    @property
-    def num_params(self) -> int:
-        return sum(item.numel() for item in self.module.parameters())
+        return memory_of_pass(self.forward, self.leaves, _pass_of(self._cell), device=self._cell.device)
 
     def claims(self) -> Claims:
-        return claims(self.cell)
+        return claims(self._cell)
 
     def counted_flops(self) -> int | None:
         """Count one forward without a graph, so that the count needs no more memory than the timing did."""
@@ -151,8 +164,7 @@ class CallWorkload(AbstractWorkload):
         try:
             for leaf in leaves:
                 leaf.requires_grad_(False)
-            with torch.no_grad():
-                return count_flops(self.forward)
+            return count_flops(self.forward)
         finally:
             for leaf in leaves:
                 leaf.requires_grad_(True)
@@ -171,35 +183,6 @@ def _pass_of(cell: Cell) -> CallPass:
     if cell.pass_ not in get_args(CallPass):
         raise ValueError("a scaling cell needs pass_")
     return cast(CallPass, cell.pass_)
-
-
-def make_call_workload(cell: Cell, inputs: Sequence[Tensor] | None = None) -> CallWorkload:
-    """Build one call of the variant; arguments as in `TimedKind.workload`."""
-    dtype: torch.dtype = getattr(torch, cell.dtype)
-    seed_generators(cell.seed)
-    module, build = make_module(cell)
-    module = module.to(device=cell.device, dtype=dtype)
-    has_graph = PASSES[_pass_of(cell)].has_graph
-    module.train(has_graph)
-    shape = call_shape(cell)
-    if inputs is None:
-        inputs = [tensor.requires_grad_(has_graph) for tensor in draw_inputs(cell, dtype)]
-    mask = padding_of(shape.batch_size, shape.query_len, cell.device) if cell.has_padding else None
-
-    def forward() -> Tensor:
-        output: Tensor = module(*inputs, key_padding_mask=mask)
-        return output
-
-    parameters = [item for item in module.parameters() if item.requires_grad]
-    return CallWorkload(
-        cell=cell,
-        module=module,
-        forward=forward,
-        inputs=inputs,
-        key_padding_mask=mask,
-        leaves=[*inputs, *parameters],
-        build=build,
-    )
 
 
 def draw_inputs(cell: Cell, dtype: torch.dtype) -> list[Tensor]:

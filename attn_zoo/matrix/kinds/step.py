@@ -154,7 +154,8 @@ class StepWorkload(AbstractWorkload):
         own = variants[cell.variant].learner
         self._learner: AbstractLearner = ours if own is None else own(ours)
         self._ours: Learner | None = ours
-        self._before = [parameter.detach().clone() for parameter in self._learner.model.parameters()]
+        self.module = self._learner.model
+        self._before = [parameter.detach().clone() for parameter in self.module.parameters()]
         self.inputs: Sequence[Tensor] = ()  # the data are small, and the weights must not be shared
 
     def gate(self) -> tuple[str, ...]:
@@ -193,7 +194,7 @@ class StepWorkload(AbstractWorkload):
         A gradient no larger than what Adam adds to its square root may leave a weight as it was.
         """
         name, eps = self._cell.variant, self._learner.protocol.eps
-        for (parameter, now), before in zip(self._learner.model.named_parameters(), self._before, strict=True):
+        for (parameter, now), before in zip(self.module.named_parameters(), self._before, strict=True):
             if not bool(torch.isfinite(now).all()):
                 raise GateError("step_is_finite", f"{name}: {parameter} is not finite after one step")
             if not now.requires_grad:
@@ -207,7 +208,7 @@ class StepWorkload(AbstractWorkload):
 
     def settle(self) -> None:
         self._learner.settle()
-        for _ in range(num_unlike(next(self._learner.model.parameters()))):  # mixers as written are recorded each
+        for _ in range(num_unlike(next(self.module.parameters()))):  # mixers as written are recorded each
             self._learner.step()
 
     def memory(self) -> Memory:
@@ -215,15 +216,10 @@ class StepWorkload(AbstractWorkload):
         return memory_of_update(self._learner.step, self._held, device=self._cell.device)
 
     def _held(self) -> list[Tensor]:
-        model = self._learner.model
-        weights = [*model.parameters(), *model.buffers()]
+        weights = [*self.module.parameters(), *self.module.buffers()]
         grads = [weight.grad for weight in weights if weight.grad is not None]
         averages = [item for state in self._learner.optimizer.state.values() for item in state.values()]
         return [*weights, *grads, *(item for item in averages if isinstance(item, Tensor)), *self._learner.data]
-
-    @property
-    def num_params(self) -> int:
-        return sum(item.numel() for item in self._learner.model.parameters())
 
     def claims(self) -> Claims:
         forward, step = self._learner.forward_flops, self._learner.step_flops

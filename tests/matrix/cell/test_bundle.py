@@ -166,7 +166,7 @@ def test_ctrl_c_is_not_a_result(monkeypatch):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.make_call_workload", interrupt)
+    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.CallWorkload", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_cells_in_turns(cells(["full"]))
 

@@ -19,7 +19,7 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import outcome_of, short_trace
 from attn_zoo.matrix.cell.trial import _refuse_impossible
 from attn_zoo.matrix.claimed_costs import Claims
-from attn_zoo.matrix.kinds.scaling import CallWorkload, make_call_workload, normal, padding_of
+from attn_zoo.matrix.kinds.scaling import CallWorkload, normal, padding_of
 from attn_zoo.matrix.limits import available_bytes, resident_bytes
 from attn_zoo.matrix.plan import source_digest as module
 from attn_zoo.matrix.plan.source_digest import CALL_ROOMS, source_digest
@@ -43,7 +43,7 @@ def cell(**changes) -> Cell:
 
 def test_a_workload_computes_what_the_cell_says():
     wanted = cell(batch_size=2, num_heads=4, num_kv_heads=2, is_causal=True, has_padding=True, dtype="float64")
-    work = make_call_workload(wanted)
+    work = CallWorkload(wanted)
     query, key, value = work.leaves[:3]
     assert query.shape == (2, 4, 16, 8)
     assert key.shape == value.shape == (2, 2, 16, 8)
@@ -53,9 +53,9 @@ def test_a_workload_computes_what_the_cell_says():
     assert mask[0].tolist() == [False] * 12 + [True] * 4
     expected = softmax_attention(query, key, value, is_causal=True, key_padding_mask=mask)
     torch.testing.assert_close(work.forward(), expected)
-    again = make_call_workload(wanted)
+    again = CallWorkload(wanted)
     assert torch.equal(again.leaves[0], query)
-    assert not torch.equal(make_call_workload(replace(wanted, seed=1)).leaves[0], query)
+    assert not torch.equal(CallWorkload(replace(wanted, seed=1)).leaves[0], query)
 
 
 @pytest.mark.slow
@@ -113,13 +113,13 @@ def test_inputs_are_the_same_for_any_number_of_threads(dtype, monkeypatch):
 
 
 def test_passes_decide_mode_and_gradients_and_scopes_decide_inputs():
-    infer = make_call_workload(cell(pass_="infer"))
+    infer = CallWorkload(cell(pass_="infer"))
     assert not infer.module.training
     assert not any(leaf.requires_grad for leaf in infer.leaves[:3])
-    train = make_call_workload(cell(pass_="fwd_bwd"))
+    train = CallWorkload(cell(pass_="fwd_bwd"))
     assert train.module.training
     assert all(leaf.requires_grad for leaf in train.leaves)
-    mixer = make_call_workload(cell(scope="mixer", num_heads=2))
+    mixer = CallWorkload(cell(scope="mixer", num_heads=2))
     assert mixer.leaves[0].shape == (1, 16, 16)
     assert len(mixer.leaves) == 1 + 8, "hidden states, four projections with biases"
     assert mixer.forward().shape == (1, 16, 16)
@@ -252,7 +252,7 @@ def test_ctrl_c_is_not_a_result(monkeypatch):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.make_call_workload", interrupt)
+    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.CallWorkload", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_cell(cell())
 

@@ -25,10 +25,9 @@ from attn_zoo.records import Cell, Memory
 
 
 class SumWorkload(AbstractWorkload):
-    num_params = 0
-
     def __init__(self, cell: Cell, inputs: Sequence[torch.Tensor] | None):
         assert cell.seq_len is not None
+        self.module = torch.nn.Module()
         self.inputs = inputs or [torch.ones(cell.seq_len)]
 
     def gate(self) -> tuple[str, ...]:
