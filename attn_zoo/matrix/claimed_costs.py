@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
 from typing import Any
 
 from attn_zoo.attention import BuildContext
@@ -47,11 +45,6 @@ def claims(cell: Cell) -> Claims:
         return replace(exponents, flops=flops)
 
 
-@cache
-def _config(cls: type[VariantConfig], options: str, name: str) -> VariantConfig:
-    return make_config(cls, json.loads(options), name)
-
-
 def form_of(cell: Cell) -> Form:
     """Return how a cell's variant is called."""
     return "attention" if cell.scope == "attention" else "mixer"
@@ -59,8 +52,7 @@ def form_of(cell: Cell) -> Form:
 
 def config_of(cell: Cell) -> VariantConfig:
     """Return the options of a cell's variant."""
-    cls = variants[cell.variant].config
-    return _config(cls, json.dumps(cell.options, sort_keys=True), cell.variant)  # type: ignore[arg-type]
+    return make_config(variants[cell.variant].config, cell.options, cell.variant)
 
 
 def build_context(cell: Cell) -> BuildContext:
@@ -99,19 +91,10 @@ def call_shape(cell: Cell) -> Shape:
 def forward_flops(cell: Cell, shape: Shape) -> float:
     """Return the FLOPs of one forward of the variant, by its formula or else its claimed exponent."""
     variant = variants[cell.variant]
-    try:
-        flops = _remembered(variant.flops, shape)
-    except TypeError:  # options that have no hash
-        flops = variant.flops(shape)
-    if flops is not None:
+    if (flops := variant.flops(shape)) is not None:
         return float(flops)
     growth = float(shape.query_len ** variant.complexity_of(config_of(cell)).time_exponent)
     return 4.0 * shape.batch_size * shape.num_heads * growth * shape.head_dim
-
-
-@lru_cache(maxsize=4096)  # a matrix asks again for each pass, type and seed
-def _remembered(formula: Callable[[Shape], int | None], shape: Shape) -> int | None:
-    return formula(shape)
 
 
 def stored_claims(names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from attn_zoo.console import print_plan
 from attn_zoo.errors import ConfigError, UnknownNameError
-from attn_zoo.matrix import claimed_costs
 from attn_zoo.matrix.plan.estimate import CALLS, ENERGY_S, REPEATED_CALLS, START_S, assumed_rate
 from attn_zoo.matrix.plan.expand import estimated, make_plan
 from attn_zoo.matrix.plan.schema import parse_matrix, restore_matrix
@@ -322,22 +321,11 @@ def test_flops_are_counted_once_for_cells_that_differ_in_length_and_pass():
     assert [item.has_count for item in tokens.cells] == [True, True], "no formula says them, and a step is cheap"
 
 
-def test_a_formula_is_asked_once_for_each_shape():
-    """That of a window counts its pairs, which takes milliseconds where sequences are long."""
-    claimed_costs._remembered.cache_clear()
-    group = {"variants": ["full"], "seq_len": [64, 128], "passes": ["fwd", "bwd"], "seeds": [0, 1], "device": "cpu"}
-    plan = make_plan(parse_matrix({"name": "x", "scaling": [group]}, "x"))
-    assert len(plan.cells) == 8
-    assert len({(item.cell.seq_len, item.cell.pass_, item.estimate_bytes) for item in plan.cells}) == 4
-    assert claimed_costs._remembered.cache_info().misses == 2
-
-
 @pytest.mark.parametrize("kind", ["scaling", "decode", "step", "approximation", "accuracy", "replacement"])
 def test_a_formula_that_fails_stops_no_plan_whatever_the_kind(monkeypatch, kind):
     def flops(*_: object) -> None:
         raise ZeroDivisionError
 
-    claimed_costs._remembered.cache_clear()
     monkeypatch.setattr(Variant, "flops", flops)
     own: dict[str, Any] = {"accuracy": {"task": "listops"}, "replacement": {"task": "listops", "of": "full"}}
     group = {"variants": ["full"], "device": "cpu", **own.get(kind, {"seq_len": 64})}
