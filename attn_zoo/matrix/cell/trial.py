@@ -26,6 +26,7 @@ from attn_zoo.matrix.cell.conditions import Conditions
 from attn_zoo.matrix.cell.outcomes import failure_record
 from attn_zoo.matrix.cell.workload import AbstractWorkload
 from attn_zoo.matrix.claimed_costs import Claims
+from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure.capture import num_failed
 from attn_zoo.measure.ceilings import exceeds_physical
 from attn_zoo.measure.energy import energy_of_call, why_no_energy
@@ -77,8 +78,8 @@ def in_phase(phases: dict[str, float], name: str) -> Iterator[None]:
 class Trial:
     """One timed cell on its way to a record: `prepare`, samples of `sampling`, `end_timing`, `weigh`, `finish`.
 
-    One that `is_repeat` takes times only: another process of this run has put this very cell through the gate and
-    weighed it. The output of the first call is checked all the same.
+    One of an order that `is_repeat` takes times only: another process of this run has put this very cell through the
+    gate and weighed it. The output of the first call is checked all the same.
 
     Attributes:
         phases: seconds by what they were spent on.
@@ -86,10 +87,8 @@ class Trial:
 
     record: Record
     make_workload: MakeWorkload
-    budget_s: float
-    has_energy: bool
+    order: WorkOrder
     has_count: bool
-    is_repeat: bool
     phases: dict[str, float] = field(default_factory=dict)
     _work: AbstractWorkload | None = None
     _sampling: Sampling | None = None
@@ -128,18 +127,18 @@ class Trial:
         with self.phase("build"):
             self._work = work = self.make_workload(cell, inputs)
         _refuse_uncompiled()
-        if not self.is_repeat:
+        if not self.order.is_repeat:
             with self.phase("gate"):
                 self._checks = work.gate()
             _refuse_uncompiled()
         with self.phase("timing"), recording() as kernels:
             call, setup = work.make_call()
             watch = make_stopwatch(cell.device)
-            self._sampling = Sampling(call, setup=setup, budget_s=self.budget_s, stopwatch=watch)
+            self._sampling = Sampling(call, setup=setup, budget_s=self.order.budget_s, stopwatch=watch)
             output = self._sampling.begin()
         # Nothing of this is timed: the first call is reported apart. What it is compared with may run other kernels.
         with self.phase("probe"):
-            self._checks += work.check(output, is_repeat=self.is_repeat)
+            self._checks += work.check(output, is_repeat=self.order.is_repeat)
         del output
         with self.phase("timing"), recording() as more_kernels:
             work.settle()
@@ -167,12 +166,12 @@ class Trial:
         if is_quick:
             with self.phase("probe"):
                 self._checks += work.check_again()
-        if self.is_repeat:
+        if self.order.is_repeat:
             return
         with self.phase("timing"):  # no graph of these leaves is alive any more, in a bundle of no member either
             self._timing = with_host_time(timing, work.make_call, cell.device)
             work.release()
-        if self.has_energy:  # before memory, for which a training step gives up the CUDA graphs that were timed
+        if self.order.has_energy:  # before memory, for which a training step gives up the CUDA graphs that were timed
             with self.phase("energy"):
                 self._energy = _energy_of(work, cell.device)
         with self.phase("memory"):
@@ -289,10 +288,9 @@ class _Ledger:
 
 
 def measure_bundle(
-    records: Sequence[Record],
+    order: WorkOrder,
     trials: Sequence[Trial],
     *,
-    seed: int,
     tell: Callable[[int], object],
     room_bytes: int | None,
 ) -> list[Record]:
@@ -301,7 +299,8 @@ def measure_bundle(
     Where an error has left the device unusable, only the records of failures are returned: for the others another
     process must begin anew.
     """
-    if (threads := records[0].cell.threads) is not None:  # the same for all
+    device, threads = order.cells[0].device, order.cells[0].threads  # the same for all
+    if threads is not None:
         torch.set_num_threads(threads)
     ledger = _Ledger(trials, tell)
     failures: dict[int, Record] = {}
@@ -312,7 +311,7 @@ def measure_bundle(
         return [index for index in range(len(trials)) if index not in failures]
 
     def failed(index: int, error: BaseException) -> None:
-        failures[index] = failure_record(records[index], error, room_bytes)
+        failures[index] = failure_record(trials[index].record, error, room_bytes)
         trials[index].drop()
 
     def guarded(step: Callable[[int], object], index: int) -> None:
@@ -326,7 +325,7 @@ def measure_bundle(
         except BaseException as error:  # a variant may even call sys.exit
             failed(index, error)
         if index in failures:  # outside the block above, whose traceback keeps tensors alive
-            is_usable = is_usable and _tidy(records[index].cell.device)
+            is_usable = is_usable and _tidy(device)
 
     make_stopwatch = cache(stopwatch_for)  # one for all: it may hold a buffer that empties the cache
     inputs: Sequence[Tensor] | None = None
@@ -339,27 +338,27 @@ def measure_bundle(
     for index in range(len(trials)):
         if is_usable:
             guarded(prepare, index)
-    order = living() if is_usable else []
+    prepared = living() if is_usable else []
     for retakes_left in range(RETAKES, -1, -1):
-        with Conditions(records[0].cell.device) as conditions:
+        with Conditions(device) as conditions:
             sample_in_turns(
-                [trials[index].sampling for index in order],
-                seed=seed,
-                at=lambda position: ledger.at(order[position]),
-                failed=lambda position, error: failed(order[position], error),
+                [trials[index].sampling for index in prepared],
+                seed=order.seed,
+                at=lambda position: ledger.at(prepared[position]),
+                failed=lambda position, error: failed(prepared[position], error),
                 around=settings_kept,
             )
             ledger.at(None)
-        if len(living()) != len(order):  # one that failed has let go of its samples
+        if len(living()) != len(prepared):  # one that failed has let go of its samples
             break
-        is_worth_it = RETAKEN_S[0] <= sum(trials[index].sampling.spent_s for index in order) <= RETAKEN_S[1]
+        is_worth_it = RETAKEN_S[0] <= sum(trials[index].sampling.spent_s for index in prepared) <= RETAKEN_S[1]
         if not (retakes_left and is_worth_it):
             break
-        if not (conditions.may_pass or any(trials[index].sampling.is_waiting for index in order)):
+        if not (conditions.may_pass or any(trials[index].sampling.is_waiting for index in prepared)):
             break
-        for index in order:
+        for index in prepared:
             trials[index].sampling.discard()
-    is_usable = is_usable and (len(living()) == len(order) or _tidy(records[0].cell.device))
+    is_usable = is_usable and (len(living()) == len(prepared) or _tidy(device))
 
     def finish(index: int) -> None:
         done[index] = trials[index].finish(conditions)

@@ -154,18 +154,11 @@ class TimedKind(AbstractKind):
     def run(
         self, order: WorkOrder, records: Sequence[Record], tell: Callable[[int], object], room_bytes: int | None
     ) -> list[Record]:
+        counts = order.has_count or [True] * len(records)
         trials = [
-            Trial(
-                record,
-                self._workload_here,
-                order.budget_s,
-                has_energy=order.has_energy,
-                has_count=has_count,
-                is_repeat=order.is_repeat,
-            )
-            for record, has_count in zip(records, order.has_count or [True] * len(records), strict=True)
+            Trial(record, self._workload_here, order, count) for record, count in zip(records, counts, strict=True)
         ]
-        return measure_bundle(records, trials, seed=order.seed, tell=tell, room_bytes=room_bytes)
+        return measure_bundle(order, trials, tell=tell, room_bytes=room_bytes)
 
     def _workload_here(self, cell: Cell, inputs: Sequence[Tensor] | None) -> AbstractWorkload:
         if cell.device == "cuda" and not torch.cuda.is_available():
