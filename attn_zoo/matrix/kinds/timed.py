@@ -141,7 +141,6 @@ class TimedKind(AbstractKind):
                     timeout_s=group.timeout_s,
                     budget_s=budget_s,
                     has_energy=group.has_energy,
-                    has_count=False,
                 )
 
     def build_on_meta(self, cell: Cell) -> None:

@@ -145,7 +145,6 @@ def _asked_twice(first: PlannedCell, second: PlannedCell) -> PlannedCell:
         timeout_s=max(first.timeout_s, second.timeout_s),
         budget_s=max(each.budget_s * each.repeats for each in (first, second)) / repeats,
         has_energy=first.has_energy or second.has_energy,
-        has_count=first.has_count or second.has_count,
         keep_weights=first.keep_weights or second.keep_weights,
     )
 
@@ -243,7 +242,7 @@ def _expand(matrix: Matrix, has_cuda: bool, data_dir: Path | None) -> Iterator[P
         members = [_member(entry, matrix.options.get(entry.name, {}), kind, group.device) for entry in group.variants]
         for item in kind.expand(group, members, data_dir):
             if group.device == "cuda" and not has_cuda:
-                yield PlannedCell(cell=item.cell, refusal=NO_CUDA, isolation=item.isolation, has_count=item.has_count)
+                yield PlannedCell(cell=item.cell, refusal=NO_CUDA, isolation=item.isolation)
             else:
                 yield item
 
