@@ -178,9 +178,9 @@ class AbstractKind(ABC):
     def expand(self, group: Any, members: Sequence[Member], data_dir: Path | None) -> Iterator[PlannedCell]:
         """Yield all cells of a group, refused where they cannot run; what they will take is not said yet."""
 
-    def estimate(self, item: PlannedCell) -> Estimate | None:  # noqa: ARG002
-        """Return the rough cost of one repeat of a cell that is not refused; here nothing is known."""
-        return None
+    @abstractmethod
+    def estimate(self, item: PlannedCell) -> Estimate:
+        """Return the rough cost of one repeat of a cell that is not refused."""
 
     def is_probed(self, cell: Cell) -> bool:  # noqa: ARG002 - a kind may look at its fields
         """Tell whether `build_on_meta` may refuse a cell that nothing else refuses before it runs."""

@@ -190,8 +190,6 @@ def _estimated(item: PlannedCell, num_sharing: int) -> PlannedCell:
     try:
         rough = kind_of(item.cell).estimate(item)
     except Exception:  # somebody else's formula must not stop a plan; the worker will report it
-        rough = None
-    if rough is None:
         return item
     energy_s = ENERGY_S if item.has_energy and item.cell.device == "cuda" else 0.0
     once_s = (START_S + rough.shared_s) / num_sharing
