@@ -6,6 +6,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import torch
+
 from attn_zoo.discovery.global_state import all_digits
 from attn_zoo.discovery.own_files import KNOWN_PROGRAMS
 from attn_zoo.errors import AttnZooError, ConfigError
@@ -21,6 +23,8 @@ def run_order(
     order: WorkOrder, tell: Callable[[int], object] = lambda _: None, room_bytes: int | None = None
 ) -> list[Record]:
     """Run a bundle of registered variants in this process; arguments and result as in `AbstractKind.run`."""
+    if (threads := order.cells[0].threads) is not None:  # the same for all
+        torch.set_num_threads(threads)
     return kind_of(order.cells[0]).run(order, _empty_records(order), tell, room_bytes)
 
 

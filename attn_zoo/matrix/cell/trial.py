@@ -299,9 +299,7 @@ def measure_bundle(
     Where an error has left the device unusable, only the records of failures are returned: for the others another
     process must begin anew.
     """
-    device, threads = order.cells[0].device, order.cells[0].threads  # the same for all
-    if threads is not None:
-        torch.set_num_threads(threads)
+    device = order.cells[0].device  # the same for all
     ledger = _Ledger(trials, tell)
     failures: dict[int, Record] = {}
     done: dict[int, Record] = {}

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import nn
 
@@ -225,7 +224,7 @@ class Accuracy(AbstractKind):
 
     def measure(self, order: WorkOrder, record: Record, phases: dict[str, float]) -> Record:
         """Return the record of a cell with what it gave; whatever stops it is raised."""
-        prepare(record.cell, order)
+        require_same_data(record.cell, order)
         with in_phase(phases, "training"):
             return train(record, order)
 
@@ -235,17 +234,11 @@ def data_dir_of(order: WorkOrder) -> Path | None:
     return Path(order.data_dir) if order.data_dir else None
 
 
-def prepare(cell: Cell, order: WorkOrder) -> None:
-    """Take the threads that a cell asks for.
-
-    Raises:
-        ConfigError: its data are no longer what the plan saw.
-    """
+def require_same_data(cell: Cell, order: WorkOrder) -> None:
+    """Raise `ConfigError` if the data of a cell are no longer what the plan saw."""
     data_dir = data_dir_of(order)
     if cell.data_digest and tasks[str(cell.task)].digest(str(cell.level), data_dir=data_dir) != cell.data_digest:
         raise ConfigError(str(cell.task), [("", "its data were changed while the matrix ran; run again")])
-    if cell.threads is not None:
-        torch.set_num_threads(cell.threads)
 
 
 def train(record: Record, order: WorkOrder, begin: Callable[[nn.Module], object] | None = None) -> Record:

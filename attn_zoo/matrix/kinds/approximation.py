@@ -137,8 +137,6 @@ class Approximate(CallKind):
         tell: Callable[[int], object],  # noqa: ARG002 - there is one cell
         room_bytes: int | None,
     ) -> list[Record]:
-        if (threads := records[0].cell.threads) is not None:
-            torch.set_num_threads(threads)
         return run_one(records, _measure, room_bytes)
 
 

@@ -34,7 +34,7 @@ from attn_zoo.conformance import gate_model
 from attn_zoo.errors import AttnZooError, StoreError, UnsupportedError, suggestion
 from attn_zoo.kernels.trace import recording
 from attn_zoo.matrix.cell.trial import in_phase
-from attn_zoo.matrix.kinds.accuracy import Accuracy, AccuracyGroup, TaskGroup, data_dir_of, prepare, train
+from attn_zoo.matrix.kinds.accuracy import Accuracy, AccuracyGroup, TaskGroup, data_dir_of, require_same_data, train
 from attn_zoo.matrix.kinds.kind import Axis, Member, Problem
 from attn_zoo.matrix.plan.estimate import Estimate
 from attn_zoo.matrix.plan.planned_cell import PlannedCell, Refusal
@@ -134,7 +134,7 @@ class Replace(Accuracy):
 
     def measure(self, order: WorkOrder, record: Record, phases: dict[str, float]) -> Record:
         cell = record.cell
-        prepare(cell, order)
+        require_same_data(cell, order)
         with in_phase(phases, "training"):
             before = _before(trained_weights(cell, order), data_dir_of(order), cell.device)
         with in_phase(phases, "build"):

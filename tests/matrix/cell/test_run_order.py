@@ -138,6 +138,13 @@ def test_every_pass_is_measured(pass_):
     assert (record.environment, record.isolation, record.attempt) == ("abc", "lane", 2)
 
 
+def test_a_cell_has_the_threads_that_it_asks_for(monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    assert [run_cell(cell(threads=threads)).status for threads in (3, None)] == ["ok"] * 2
+    assert asked == [3]
+
+
 def test_counting_flops_can_be_left_out_and_agrees_with_the_formula():
     assert run_cell(cell(), budget_s=0.01, has_count=False).counted_flops is None
     counted = run_cell(cell(), budget_s=0.01)
