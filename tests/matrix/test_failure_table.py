@@ -102,7 +102,7 @@ FAILURES: dict[str, tuple[str, ...]] = {
         "test_cli.py::test_nothing_in_a_results_folder_steers_the_terminal",
     ),
     "throttling and a busy host: a flag on the timing": (
-        "matrix/cell/test_run_order.py::test_other_work_on_the_host_becomes_a_flag",
+        "matrix/cell/test_disturbed.py::test_other_work_is_told_from_the_steps_of_processor_times",
     ),
     "changed environment: refused unless asked for, and kept apart": (
         "matrix/store/test_store.py::test_environments_do_not_mix_unless_asked",

@@ -162,15 +162,6 @@ def test_a_call_that_fails_while_samples_are_taken_is_an_error_of_its_own_cell(n
     assert found == [("error", "ValueError: late"), *[("ok", "")] * (len(names) - 1)]
 
 
-def test_ctrl_c_is_not_a_result(monkeypatch):
-    def interrupt(*arguments, **keywords):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("attn_zoo.matrix.kinds.scaling.CallWorkload", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_cells_in_turns(cells(["full"]))
-
-
 def timing(samples: list[float], **changes) -> Timing:
     base = {"median_ms": 1.0, "q1_ms": 1.0, "q3_ms": 1.0, "low_ms": 1.0, "high_ms": 1.0, "first_ms": 9.0}
     rest = {"num_warmup": 3, "inner_loops": 1, "timer": "perf_counter"}

@@ -317,20 +317,6 @@ def test_memory_of_this_machine_can_be_read():
     assert resident_bytes(2**22 + 1) == 0
 
 
-def test_other_work_on_the_host_becomes_a_flag(monkeypatch):
-    spent = iter([100.0, 100.0 + 0.5 * 10_000, 100.0, 100.0])
-    clock = iter([0.0, 100.0, 0.0, 100.0])
-    monkeypatch.setattr("attn_zoo.matrix.cell.conditions._busy_s", lambda: next(spent))
-    monkeypatch.setattr("attn_zoo.matrix.cell.conditions.time.monotonic", lambda: next(clock))
-    with Conditions("cpu") as loaded:
-        pass
-    assert loaded.flags == ("loaded_host",)
-    with Conditions("cpu") as quiet:
-        pass
-    assert quiet.flags == ()
-    assert quiet.clocks_mhz == ()
-
-
 def test_without_a_gpu_a_cell_for_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     record = run_cell(cell(device="cuda"), budget_s=0.01)
