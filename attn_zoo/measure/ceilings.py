@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import torch
 
+from attn_zoo.measure.stopwatch import stopwatch_for
 from attn_zoo.measure.timing import Sampling
 from attn_zoo.records import Ceilings
 
@@ -72,7 +73,8 @@ def peak_of(device_name: str | None) -> Peak | None:
 
 def _best_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
     """Return the fastest sample: a ceiling is what the machine can do, not what it usually does."""
-    sampling = Sampling(call, device=device, budget_s=budget_s, min_samples=3, min_sample_ms=0.0, flush_cache=False)
+    watch = stopwatch_for(device, flush_cache=False)
+    sampling = Sampling(call, stopwatch=watch, budget_s=budget_s, min_samples=3, min_sample_ms=0.0)
     return min(sampling.run().samples_ms) * 1e-3
 
 

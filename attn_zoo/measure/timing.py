@@ -8,9 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-
-from attn_zoo.measure.stopwatch import AbstractStopwatch, Call, Sample, stopwatch_for
+from attn_zoo.measure.stopwatch import AbstractStopwatch, Call, Sample
 from attn_zoo.records import Timing
 from attn_zoo.statistics.medians import quartiles, time_summary
 
@@ -72,39 +70,34 @@ class Sampling:
 
     Args:
         call: what to time; its result is dropped.
-        device: where its work runs.
+        stopwatch: measures; see `stopwatch_for`.
         setup: runs before every call, outside the timing.
         budget_s: how long the samples may take together.
         min_samples: taken even where the budget is exceeded, as long as one call is not.
         max_samples: never more.
         min_sample_ms: shortest sample on CPU.
-        flush_cache: on GPU, empty the second-level cache before every sample.
-        stopwatch: measures; None takes the one for `device`.
 
     Raises:
-        ValueError: a number makes no sense, or the device is neither CPU nor CUDA.
+        ValueError: a number makes no sense.
     """
 
     def __init__(
         self,
         call: Call,
         *,
-        device: torch.device | str = "cpu",
+        stopwatch: AbstractStopwatch,
         setup: Call | None = None,
         budget_s: float = 1.0,
         min_samples: int = 5,
         max_samples: int = 50,
         min_sample_ms: float = 2.0,
-        flush_cache: bool = True,
-        stopwatch: AbstractStopwatch | None = None,
     ) -> None:
         if not (budget_s > 0 and min_sample_ms >= 0 and 1 <= min_samples <= max_samples):
             raise ValueError(
                 "expected budget_s > 0, min_sample_ms >= 0 and 1 <= min_samples <= max_samples; "
                 f"got {budget_s}, {min_sample_ms}, {min_samples}, {max_samples}"
             )
-        self._watch = stopwatch_for(device, flush_cache=flush_cache) if stopwatch is None else stopwatch
-        self._call, self._setup = call, setup
+        self._call, self._setup, self._watch = call, setup, stopwatch
         self._budget_s, self._min_sample_ms = budget_s, min_sample_ms
         self._min_samples, self._range = min_samples, (min_samples, max_samples)
         self._flags: list[str] = []

@@ -112,10 +112,10 @@ def test_gpu_time_grows_with_the_work():
         for _ in range(count):
             torch.mm(matrix, matrix)
 
-    one, four = (Sampling(lambda: work(count), device="cuda", budget_s=0.2).run() for count in (1, 4))  # noqa: B023
+    watch = stopwatch_for("cuda")
+    one, four = (Sampling(lambda: work(count), stopwatch=watch, budget_s=0.2).run() for count in (1, 4))  # noqa: B023
     assert 3 < four.median_ms / one.median_ms < 5
-    assert one.timer == "cuda_event"
-    assert stopwatch_for("cuda").name == "cuda_event"
+    assert one.timer == watch.name == "cuda_event"
 
 
 def single(median_ms: float, timer: str = "cuda_event") -> Timing:
@@ -337,7 +337,7 @@ def test_a_capture_that_fails_is_a_reason_and_leaves_no_trace(monkeypatch):
 def test_passes_on_cpu_have_no_graph():
     leaf = torch.randn(4, requires_grad=True)
     call, setup = make_pass(lambda: leaf * 2, [leaf], "fwd_bwd")
-    timing = Sampling(call, setup=setup, budget_s=0.01).run()
+    timing = Sampling(call, setup=setup, budget_s=0.01, stopwatch=stopwatch_for("cpu")).run()
     assert with_device_time(timing, lambda: make_pass(lambda: leaf * 2, [leaf], "fwd_bwd"), "cpu") is timing
     assert (timing.graph_ms, timing.graph_reason) == (None, "")
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from attn_zoo.measure.stopwatch import Sample
+from attn_zoo.measure.stopwatch import Sample, stopwatch_for
 from attn_zoo.measure.timing import MIN_WARMUP_CALLS, Sampling, quiet_collector, sample_in_turns
 from tests.measure.fake_clock import FakeCall, FakeClock
 
@@ -222,18 +222,18 @@ def test_the_collector_is_on_again_after_an_error(clock):
 )
 def test_numbers_without_sense_are_refused(bad):
     with pytest.raises(ValueError, match="expected budget_s"):
-        Sampling(lambda: None, **bad).run()
+        Sampling(lambda: None, stopwatch=FakeClock().stopwatch(), **bad).run()
 
 
 def test_another_device_is_refused():
     with pytest.raises(ValueError, match="cpu or cuda"):
-        Sampling(lambda: None, device="meta").run()
+        stopwatch_for("meta")
 
 
 def test_the_real_clock_sees_no_less_than_a_call_sleeps_and_no_more_than_passes():
     """Both bounds hold on a busy machine too."""
     began = time.perf_counter()
-    timing = Sampling(lambda: time.sleep(0.003), budget_s=0.05).run()
+    timing = Sampling(lambda: time.sleep(0.003), budget_s=0.05, stopwatch=stopwatch_for("cpu")).run()
     passed_ms = 1e3 * (time.perf_counter() - began)
     assert min(timing.samples_ms) >= 3.0
     assert timing.first_ms + timing.inner_loops * sum(timing.samples_ms) <= passed_ms
@@ -342,5 +342,5 @@ def test_no_members_take_no_samples():
 
 
 def test_the_first_call_gives_its_result_away():
-    sampling = Sampling(lambda: 42, budget_s=0.01)
+    sampling = Sampling(lambda: 42, budget_s=0.01, stopwatch=stopwatch_for("cpu"))
     assert sampling.begin() == 42
