@@ -139,7 +139,7 @@ def outcome(request, tmp_path):
             for name, value in RAY_VARIABLES.items():
                 patch.setenv(name, value)
             pytest.importorskip("ray", reason="the ray engine is optional: pip install 'attn-zoo[ray]'")
-            engine = RayEngine(num_cpus=1)
+            engine = RayEngine()
         summary = run(replace(timings, cells=tuple(cells), variant_files=files), store, engine=engine)
     time.sleep(0.3)
     return store, summary, [process for process in descendants() if process not in before], names

@@ -213,7 +213,6 @@ class RayEngine:
     Args:
         address: of a running cluster; `"local"` starts one on this machine for the run.
         jobs: trainings at once on one GPU, or on the processors of one node.
-        num_cpus: of a cluster started here.
 
     Raises:
         ConfigError: no address of a cluster.
@@ -222,7 +221,7 @@ class RayEngine:
 
     is_remote = True
 
-    def __init__(self, address: str = "local", jobs: int = 1, num_cpus: int | None = None) -> None:
+    def __init__(self, address: str = "local", jobs: int = 1) -> None:
         if address.startswith("ray://"):
             text = f"expected HOST:PORT of a head node, seen from one of its nodes; got {address!r}, Ray's client"
             raise ConfigError("--address", [("", text)])
@@ -244,8 +243,7 @@ class RayEngine:
             raise _broken(error) from None
         if address != "local":
             _probe(address)
-        self.jobs = jobs
-        self._address, self._num_cpus = address, num_cpus
+        self.jobs, self._address = jobs, address
 
     def run(self, lanes: Sequence[Lane], settings: Settings, control: Control) -> None:
         """Run all lanes; arguments as in `LocalEngine.run`.
@@ -270,7 +268,7 @@ class RayEngine:
             # the kernel ends the processes of Ray with the thread that started them.
             is_main = threading.current_thread() is threading.main_thread()
             handler = signal.getsignal(signal.SIGTERM)
-            self._ray.init(address="local", num_cpus=self._num_cpus, include_dashboard=False, **quiet)
+            self._ray.init(address="local", include_dashboard=False, **quiet)
             if is_main:
                 signal.signal(signal.SIGTERM, handler)  # Ray took it
             return
