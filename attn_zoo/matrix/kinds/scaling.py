@@ -82,8 +82,11 @@ class CallWorkload(AbstractWorkload):
     module: AbstractAttention | AbstractMixer
 
     def __init__(self, cell: Cell, inputs: Sequence[Tensor] | None = None) -> None:
+        if cell.pass_ not in get_args(CallPass):
+            raise ValueError("a scaling cell needs pass_")
+        self._cell, self._pass = cell, cast(CallPass, cell.pass_)
         dtype: torch.dtype = getattr(torch, cell.dtype)
-        has_graph = PASSES[_pass_of(cell)].has_graph
+        has_graph = PASSES[self._pass].has_graph
         seed_generators(cell.seed)
         module, self._build = make_module(cell)
         module = module.to(device=cell.device, dtype=dtype)
@@ -99,7 +102,7 @@ class CallWorkload(AbstractWorkload):
 
         self.module, self.inputs, self.forward = module, inputs, forward
         self.leaves = [*inputs, *(item for item in module.parameters() if item.requires_grad)]
-        self._cell, self._mask = cell, mask
+        self._mask = mask
         self._kept: Tensor | None = None  # some rows of what the first call gave, where none draws anything at random
 
     def gate(self) -> tuple[str, ...]:
@@ -107,14 +110,14 @@ class CallWorkload(AbstractWorkload):
 
     def make_call(self) -> tuple[Call, Call | None]:
         clear_grads(self.leaves)
-        return make_pass(self.forward, self.leaves, _pass_of(self._cell))
+        return make_pass(self.forward, self.leaves, self._pass)
 
     def settle(self) -> None:
         settle_calls(self)
 
     def check(self, output: object, *, is_repeat: bool) -> tuple[str, ...]:
         assert isinstance(output, Tensor)
-        cell, kind = self._cell, PASSES[_pass_of(self._cell)]
+        cell, kind = self._cell, PASSES[self._pass]
         inputs = Inputs(
             form=form_of(cell),
             tensors=tuple(self.inputs),
@@ -141,7 +144,7 @@ class CallWorkload(AbstractWorkload):
     def check_again(self) -> tuple[str, ...]:
         if self._kept is None:
             return ()
-        with torch.set_grad_enabled(PASSES[_pass_of(self._cell)].has_graph):
+        with torch.set_grad_enabled(PASSES[self._pass].has_graph):
             rows = _some_rows(self.forward())
         change = largest_error(rows, self._kept)
         if change > rounding(self._kept, self._build.max_seq_len + self.inputs[0].shape[-1]):
@@ -151,7 +154,7 @@ class CallWorkload(AbstractWorkload):
         return ("own_last",)
 
     def memory(self) -> Memory:
-        return memory_of_pass(self.forward, self.leaves, _pass_of(self._cell), device=self._cell.device)
+        return memory_of_pass(self.forward, self.leaves, self._pass, device=self._cell.device)
 
     def claims(self) -> Claims:
         return claims(self._cell)
@@ -177,12 +180,6 @@ def _some_rows(output: Tensor) -> Tensor:
     """Return a copy of at most 64 rows of the first sequence, from all over it."""
     step = -(-output.shape[-2] // 64)
     return output.detach()[:1, ..., ::step, :].clone()
-
-
-def _pass_of(cell: Cell) -> CallPass:
-    if cell.pass_ not in get_args(CallPass):
-        raise ValueError("a scaling cell needs pass_")
-    return cast(CallPass, cell.pass_)
 
 
 def draw_inputs(cell: Cell, dtype: torch.dtype) -> list[Tensor]:
