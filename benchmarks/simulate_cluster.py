@@ -24,8 +24,7 @@ from typing import Any
 
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
 from attn_zoo.matrix.drive.run_plan import lanes_of
-from attn_zoo.matrix.drive.supervise import Control
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 from attn_zoo.matrix.plan.expand import make_plan
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.schema import load_matrix, parse_matrix

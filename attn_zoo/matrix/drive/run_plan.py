@@ -23,8 +23,8 @@ from attn_zoo.matrix.claimed_costs import stored_claims
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.machine_ceilings import ceilings_text, note_ceilings
 from attn_zoo.matrix.drive.progress import Progress
-from attn_zoo.matrix.drive.supervise import Control, Lane
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.supervise import Lane
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 from attn_zoo.matrix.kinds.all_kinds import KINDS, kind_of
 from attn_zoo.matrix.plan.expand import Plan, estimated, plain_files
 from attn_zoo.matrix.plan.planned_cell import PlannedCell

@@ -20,46 +20,10 @@ from attn_zoo.matrix.drive.worker_pool import WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.environment import hashed_host
-from attn_zoo.records import STOPPERS, Ceilings, Environment, Record, Status
+from attn_zoo.records import STOPPERS, Record, Status
 
 Lane = tuple[Sequence[PlannedCell], Sequence[Record]]
 """Cells that run one after another, shorter sequences first, and the records that their curves have already."""
-
-
-class Control:
-    """Asked before a bundle, and told after it. As it stands everything may start and run to its end."""
-
-    def is_over(self) -> bool:
-        """Tell whether no further cell will be allowed to start."""
-        return False
-
-    def is_wanted(self, item: PlannedCell) -> bool:  # noqa: ARG002
-        """Tell whether a cell has no result yet; another of its repeats may have failed, which is one."""
-        return True
-
-    def may_start(self, *bundle: PlannedCell) -> bool:  # noqa: ARG002
-        """Tell whether the cells of a bundle may begin; False leaves them for another run."""
-        return True
-
-    def started(self, item: PlannedCell) -> None:
-        """Take note that the cell begins."""
-
-    def should_stop(self) -> bool:
-        """Tell, several times a second, whether the running cell must end now, without a record."""
-        return False
-
-    def finished(self, record: Record) -> None:
-        """Take the record of a cell."""
-
-    def moved_to(self, environment: Environment) -> str:  # noqa: ARG002
-        """Take note of another machine that records come from; return why none may, empty where they may."""
-        return ""
-
-    def measured(self, ceilings: Sequence[Ceilings]) -> None:
-        """Take note of what such a machine can do."""
-
-    def say(self, text: str) -> None:
-        """Pass a message on to whoever watches."""
 
 
 def beside(record: Record, num_jobs: int) -> Record:
@@ -88,12 +52,12 @@ def skipped(item: PlannedCell, earlier: Sequence[Record]) -> Record | None:
     return None
 
 
-def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, control: Control, prior: Sequence[Record] = ()) -> None:
+def run_lane(items: Sequence[PlannedCell], pool: WorkerPool, prior: Sequence[Record] = ()) -> None:
     """Run the cells of a lane, or several repeats of it; every cell, or repeat, that is started ends in one record.
 
-    The pool may serve other lanes before and after.
+    The pool, whose control is asked and told, may serve other lanes before and after.
     """
-    known, host = list(prior), hashed_host()
+    known, host, control = list(prior), hashed_host(), pool.control
     ended: set[str] = set()  # cells that failed: they are not repeated
     bundles = [list(group) for _, group in itertools.groupby(items, key=lambda item: item.bundle)]
     try:
@@ -208,7 +172,7 @@ def _bundle_id(items: Sequence[PlannedCell]) -> str:
 
 def _is_stopped(ended: Ended, pool: WorkerPool) -> bool:
     """Tell whether the run is at its end: whoever ended it, such as a batch system, ended its workers too."""
-    return ended.why == "stopped" or (_is_foreign(ended) and pool.is_over())
+    return ended.why == "stopped" or (_is_foreign(ended) and pool.control.is_over())
 
 
 def _is_foreign(ended: Ended) -> bool:

@@ -24,7 +24,7 @@ from attn_zoo.matrix.limits import available_bytes
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.plan.work_order import WorkOrder
 from attn_zoo.measure.environment import num_cores
-from attn_zoo.records import Record
+from attn_zoo.records import Ceilings, Environment, Record
 
 MAX_STARTING = 8
 """Processes that start at once."""
@@ -60,20 +60,47 @@ class Settings:
     ceilings: frozenset[tuple[str, str, str, int | None]] = frozenset()
 
 
+class Control:
+    """Asked before a bundle, and told after it. As it stands everything may start and run to its end."""
+
+    def is_over(self) -> bool:
+        """Tell whether no further cell will be allowed to start."""
+        return False
+
+    def is_wanted(self, item: PlannedCell) -> bool:  # noqa: ARG002
+        """Tell whether a cell has no result yet; another of its repeats may have failed, which is one."""
+        return True
+
+    def may_start(self, *bundle: PlannedCell) -> bool:  # noqa: ARG002
+        """Tell whether the cells of a bundle may begin; False leaves them for another run."""
+        return True
+
+    def started(self, item: PlannedCell) -> None:
+        """Take note that the cell begins."""
+
+    def should_stop(self) -> bool:
+        """Tell, several times a second, whether the running cell must end now, without a record."""
+        return False
+
+    def finished(self, record: Record) -> None:
+        """Take the record of a cell."""
+
+    def moved_to(self, environment: Environment) -> str:  # noqa: ARG002
+        """Take note of another machine that records come from; return why none may, empty where they may."""
+        return ""
+
+    def measured(self, ceilings: Sequence[Ceilings]) -> None:
+        """Take note of what such a machine can do."""
+
+    def say(self, text: str) -> None:
+        """Pass a message on to whoever watches."""
+
+
 class WorkerPool:
-    """Hands orders to worker processes and accounts for the time around what they measure. Close it, or use `with`.
+    """Hands orders to worker processes and accounts for the time around what they measure. Close it, or use `with`."""
 
-    `should_stop` is asked several times a second while a worker runs; True ends it at once.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        should_stop: Callable[[], bool],
-        is_over: Callable[[], bool],
-        ahead: Iterable[PlannedCell] = (),
-    ) -> None:
-        self.settings, self._should_stop, self.is_over = settings, should_stop, is_over
+    def __init__(self, settings: Settings, control: Control, ahead: Iterable[PlannedCell] = ()) -> None:
+        self.settings, self.control = settings, control
         self.expect(ahead)
         self._kept: WorkerProcess | None = None
         self._waiting: list[WorkerProcess] = []
@@ -133,7 +160,7 @@ class WorkerPool:
             **fields,
         )
         try:
-            answer = worker.run(order, [item.timeout_s for item in items], self._should_stop)
+            answer = worker.run(order, [item.timeout_s for item in items], self.control.should_stop)
         except BaseException:
             worker.kill()
             raise
@@ -181,7 +208,7 @@ class WorkerPool:
             self._start(item, threads, 1 + (min(num_after, _num_spare()) if has_more else 0))
         if is_cpu:
             for worker in self._waiting:
-                while worker.is_starting(_TICK_S) and not self._should_stop():
+                while worker.is_starting(_TICK_S) and not self.control.should_stop():
                     pass
             # If none could start, or the run is being stopped, one is left to say so when it is asked.
             first = next((worker for worker in self._waiting if worker.is_waiting), self._waiting[0])

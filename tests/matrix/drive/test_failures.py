@@ -13,8 +13,8 @@ from attn_zoo.discovery import providers
 from attn_zoo.matrix.drive.engines.local import LocalEngine
 from attn_zoo.matrix.drive.engines.ray import RayEngine
 from attn_zoo.matrix.drive.run_plan import Engine, run
-from attn_zoo.matrix.drive.supervise import Control, run_lane
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.worker_pool import Control, Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from attn_zoo.registry import all_or_nothing
@@ -290,7 +290,7 @@ def test_workers_that_are_ended_with_the_run_leave_no_record(is_ending, tmp_path
     control = Ending(is_ending)
     plan = tiny_plan(["fake_terminated"], seq_len=[1024], timeout_s=60)
     settings = Settings(logs=tmp_path, variant_files=plan.variant_files)
-    with WorkerPool(settings, control.should_stop, control.is_over, plan.cells) as pool:
-        run_lane(plan.cells, pool, control)
+    with WorkerPool(settings, control, plan.cells) as pool:
+        run_lane(plan.cells, pool)
     found = [(record.status, record.reason) for record in control.records]
     assert found == ([] if is_ending else [("crashed", "the process was ended by SIGTERM (2 attempts)")])

@@ -12,8 +12,8 @@ import pytest
 from attn_zoo.errors import StoreError
 from attn_zoo.matrix.drive.progress import PlainProgress, Progress
 from attn_zoo.matrix.drive.run_plan import Session, run, standing, time_left
-from attn_zoo.matrix.drive.supervise import Control, run_lane
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.worker_pool import Control, Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.matrix.store.store import Repeats, Store
 from attn_zoo.records import Memory, Record, Timing
@@ -328,8 +328,8 @@ def test_a_cell_that_fails_in_a_lane_is_not_repeated(tmp_path):
 
     files = plan.variant_files
     control, settings = Collector(), Settings(logs=tmp_path, variant_files=files)
-    with WorkerPool(settings, control.should_stop, control.is_over, rounds) as pool:
-        run_lane(rounds, pool, control)
+    with WorkerPool(settings, control, rounds) as pool:
+        run_lane(rounds, pool)
     assert [(record.cell.seq_len, record.status) for record in Collector.records] == [
         (16, "ok"),
         (900, "error"),

@@ -13,10 +13,18 @@ import pytest
 from attn_zoo.matrix.drive import worker_pool as module
 from attn_zoo.matrix.drive.engines.process import Ended, WorkerProcess
 from attn_zoo.matrix.drive.run_plan import run
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.drive.worker_pool import Control, Settings, WorkerPool
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from tests.matrix.conftest import VARIANT_FILE, tiny_plan
+
+
+class Stopped(Control):
+    def is_over(self):
+        return True
+
+    def should_stop(self):
+        return True
 
 
 class Watched(WorkerProcess):
@@ -124,7 +132,7 @@ def test_a_lane_goes_on_in_another_process_after_a_capture_that_failed(tmp_path)
     for name, num_processes in (("fake_ok", 1), ("fake_capture", 2)):
         Watched.made = []
         items = tiny_plan([name], seq_len=[900, 901], isolation="lane").cells
-        with WorkerPool(settings, lambda: False, lambda: False) as pool:
+        with WorkerPool(settings, Control()) as pool:
             for item in items:
                 answer = pool.ask([item], keeps=True, isolation="lane", attempt=1)
                 assert not isinstance(answer, Ended)
@@ -135,7 +143,7 @@ def test_a_lane_goes_on_in_another_process_after_a_capture_that_failed(tmp_path)
 def test_one_that_waits_uses_no_processor_and_dies_with_the_crew(tmp_path):
     items = tiny_plan(["fake_ok"], seq_len=[16, 24]).cells
     settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
-    with WorkerPool(settings, lambda: False, lambda: False, items) as pool:
+    with WorkerPool(settings, Control(), items) as pool:
         pool.ask(items[:1], isolation="cell", attempt=1)
         first, other = Watched.made
         assert not first.seen.is_running(), "what it measured leaves with it"
@@ -165,7 +173,7 @@ def test_a_stop_ends_those_that_wait_and_those_that_still_load(tmp_path):
     items = tiny_plan(["fake_ok"], seq_len=[16, 24]).cells
     begin = time.monotonic()
     settings = Settings(logs=tmp_path, variant_files=(VARIANT_FILE,))
-    with WorkerPool(settings, lambda: True, lambda: True, items) as pool:  # stopped while the first two load
+    with WorkerPool(settings, Stopped(), items) as pool:  # stopped while the first two load
         answer = pool.ask(items[:1], isolation="cell", attempt=1)
     assert getattr(answer, "why", None) == "stopped"
     assert len(Watched.made) == 2

@@ -8,7 +8,7 @@ import pytest
 
 from attn_zoo.matrix.drive import worker_pool as module
 from attn_zoo.matrix.drive.engines.process import Ended
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.drive.worker_pool import Control, Settings, WorkerPool
 from attn_zoo.records import Record, Status
 from tests.matrix.conftest import tiny_plan, training_plan
 
@@ -47,7 +47,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "WorkerProcess", FakeProcess)
     monkeypatch.setattr(module, "num_cores", lambda: 2)
     monkeypatch.setattr(module, "available_bytes", lambda: 2**40)
-    return lambda ahead=(): WorkerPool(Settings(logs=tmp_path), lambda: False, lambda: False, ahead)
+    return lambda ahead=(): WorkerPool(Settings(logs=tmp_path), Control(), ahead)
 
 
 def planned(device="cpu", **changes):

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 from attn_zoo.errors import StoreError, UnsupportedError, counted
 from attn_zoo.matrix.drive.machine_ceilings import subjects_of
-from attn_zoo.matrix.drive.supervise import Control, Lane, beside
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.supervise import Lane, beside
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.records import STOPPERS, Ceilings, Environment, Record

@@ -8,8 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from attn_zoo.errors import counted
-from attn_zoo.matrix.drive.supervise import Control, Lane, beside, run_lane
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.drive.supervise import Lane, beside, run_lane
+from attn_zoo.matrix.drive.worker_pool import Control, Settings, WorkerPool
 from attn_zoo.matrix.kinds.all_kinds import kind_of
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.environment import num_cores
@@ -102,11 +102,11 @@ class LocalEngine:
         """Run all lanes; `control` is asked before each cell and told after it."""
         alone = [lane for lane in lanes if self.jobs == 1 or not _may_share(lane)]
         ahead = [item for items, _ in alone for item in items]
-        with WorkerPool(settings, control.should_stop, control.is_over, ahead) as pool:
+        with WorkerPool(settings, control, ahead) as pool:
             for items, prior in alone:
                 if control.is_over():
                     return
-                run_lane(items, pool, control, prior)
+                run_lane(items, pool, prior)
         trainings = [lane for lane in lanes if self.jobs > 1 and _may_share(lane)]
         if trainings and not control.is_over():
             self._run_at_once(trainings, settings, control)
@@ -128,8 +128,8 @@ class LocalEngine:
                 lane = shared.take(waiting)
                 if lane is None:
                     return
-                with WorkerPool(settings, shared.should_stop, shared.is_over) as pool:
-                    run_lane(lane[0], pool, shared, lane[1])
+                with WorkerPool(settings, shared) as pool:
+                    run_lane(lane[0], pool, lane[1])
 
         with ThreadPoolExecutor(num_jobs, thread_name_prefix="lane") as threads:
             running: set[Future[None]] = {threads.submit(work) for _ in range(num_jobs)}

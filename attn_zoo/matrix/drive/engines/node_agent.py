@@ -20,8 +20,8 @@ from typing import Any
 import attn_zoo
 from attn_zoo.matrix.drive.engines.descendants import Keeper
 from attn_zoo.matrix.drive.machine_ceilings import measure_subjects, subjects_of
-from attn_zoo.matrix.drive.supervise import Control, run_lane
-from attn_zoo.matrix.drive.worker_pool import Settings, WorkerPool
+from attn_zoo.matrix.drive.supervise import run_lane
+from attn_zoo.matrix.drive.worker_pool import Control, Settings, WorkerPool
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
 from attn_zoo.measure.environment import num_cores
 from attn_zoo.records import Record
@@ -195,7 +195,7 @@ class NodeAgent:
 
     def _serve(self) -> None:
         try:
-            with WorkerPool(self._settings, self._reporter.should_stop, self._reporter.is_over) as pool:
+            with WorkerPool(self._settings, self._reporter) as pool:
                 while True:
                     self._run_turn(self._turns.get(), pool)
                     self._events.put({"event": "done"})
@@ -212,7 +212,7 @@ class NodeAgent:
         for lane in lanes:
             if self._reporter.is_stopping:
                 return
-            run_lane(lane, pool, self._reporter, prior)
+            run_lane(lane, pool, prior)
 
     def _measure_ceilings(self, items: Sequence[PlannedCell], known: set[tuple[Any, ...]]) -> None:
         missing = subjects_of(items) - known

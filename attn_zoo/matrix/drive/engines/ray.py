@@ -27,8 +27,8 @@ from attn_zoo.errors import ConfigError, UnsupportedError, first_line
 from attn_zoo.matrix.cell.tracking import VARIABLE
 from attn_zoo.matrix.drive.engines.dispatch import Cluster, Dispatcher, Event, Machine, Place
 from attn_zoo.matrix.drive.engines.node_agent import package_digest
-from attn_zoo.matrix.drive.supervise import Control, Lane
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.supervise import Lane
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 
 SLOT = "timing_slot"
 

@@ -14,8 +14,7 @@ from attn_zoo.errors import UnsupportedError
 from attn_zoo.matrix.drive.engines.dispatch import Dispatcher, Machine, Place
 from attn_zoo.matrix.drive.progress import PlainProgress
 from attn_zoo.matrix.drive.run_plan import lanes_of, run
-from attn_zoo.matrix.drive.supervise import Control
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from benchmarks.simulate_cluster import ENVIRONMENT, SimulatedCluster, many_cells, some_timing

@@ -17,8 +17,7 @@ from attn_zoo.matrix.drive.engines import local
 from attn_zoo.matrix.drive.engines.local import LocalEngine, crowding
 from attn_zoo.matrix.drive.progress import LiveProgress, PlainProgress
 from attn_zoo.matrix.drive.run_plan import run
-from attn_zoo.matrix.drive.supervise import Control
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 from attn_zoo.matrix.plan.expand import Plan
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
@@ -75,8 +74,8 @@ class FakeLanes:
         self.fail_on = fail_on
         self.settings: list[Settings] = []
 
-    def __call__(self, items, pool, control, prior=()):
-        item = items[0]
+    def __call__(self, items, pool, prior=()):
+        item, control = items[0], pool.control
         with self.lock:
             self.running.add(item.cell.id)
             self.together.append(frozenset(self.running))

@@ -23,8 +23,7 @@ from attn_zoo.matrix.drive.engines.dispatch import Place
 from attn_zoo.matrix.drive.engines.ray import RayEngine, _RayCluster
 from attn_zoo.matrix.drive.progress import Progress
 from attn_zoo.matrix.drive.run_plan import run
-from attn_zoo.matrix.drive.supervise import Control
-from attn_zoo.matrix.drive.worker_pool import Settings
+from attn_zoo.matrix.drive.worker_pool import Control, Settings
 from attn_zoo.matrix.store.store import Store
 from attn_zoo.records import Record
 from attn_zoo.training.checkpoint import read_tensors
