@@ -11,6 +11,7 @@ import pytest
 
 from attn_zoo.discovery import providers
 from attn_zoo.matrix.drive.engines.local import LocalEngine
+from attn_zoo.matrix.drive.engines.process import Ended
 from attn_zoo.matrix.drive.engines.ray import RayEngine
 from attn_zoo.matrix.drive.run_plan import Engine, run
 from attn_zoo.matrix.drive.supervise import run_lane
@@ -259,6 +260,20 @@ def test_a_kill_of_a_process_that_had_most_of_the_memory_is_out_of_memory(tmp_pa
     (record,) = store.records()
     assert (record.status, record.attempt) == ("oom_host", 1)
     assert record.host
+
+
+def test_what_an_earlier_cell_of_its_process_took_makes_no_kill_out_of_memory(tmp_path, monkeypatch):
+    plan = tiny_plan(["fake_killed"], seq_len=[16, 1024], isolation="lane")
+    settings = Settings(logs=tmp_path, variant_files=plan.variant_files)
+    answers = []
+    with WorkerPool(settings, Control()) as pool:
+        for item, taken in zip(plan.cells, (2**60, 0), strict=True):
+            monkeypatch.setattr("attn_zoo.matrix.drive.engines.process.resident_bytes", lambda _, taken=taken: taken)
+            answers.append(pool.ask([item], keeps=True, isolation="lane", attempt=1))
+    sound, ended = answers
+    assert not isinstance(sound, Ended)
+    assert isinstance(ended, Ended)
+    assert (ended.exit_code, ended.was_memory) == (-signal.SIGKILL, False)
 
 
 def test_a_source_that_changes_under_a_run_is_not_measured_as_the_old_one(tmp_path):

@@ -105,7 +105,6 @@ class WorkerProcess:
         self._buffer = b""
         self._is_ready = False
         self._spawned = time.monotonic()
-        self._room, self._kills, self._peak = available_bytes(), num_oom_kills(), 0
 
     def is_starting(self, wait_s: float = 0.0) -> bool:
         """Tell whether it is loading what it needs, after `wait_s` at most; one that ended or takes too long is not."""
@@ -127,8 +126,8 @@ class WorkerProcess:
         """
         assert self._process.stdin is not None  # opened above
         os.pwrite(self._place.fileno(), bytes(4), 0)
-        # Not when it was started: others may have run since, and been killed.
-        self._room, self._kills = available_bytes(), num_oom_kills()
+        # Not when it was started: others may have run since, and been killed; and it may have run larger cells.
+        self._room, self._kills, self._peak = available_bytes(), num_oom_kills(), 0
         with contextlib.suppress(BrokenPipeError):  # it is gone: the exit code says more
             self._process.stdin.write(json.dumps(order.to_dict()).encode() + b"\n")
             self._process.stdin.flush()
