@@ -54,7 +54,7 @@ class AbstractWorkload(ABC):
         """Check after the samples that a call still gives what the first one gave; as `check`."""
         return ()
 
-    def settle(self) -> None:  # noqa: B027 - most have nothing to settle
+    def settle(self) -> None:  # noqa: B027 - there may be nothing to settle
         """Make the calls that run otherwise than all that follow: before warm-up, whose end the clock decides."""
 
     @abstractmethod
