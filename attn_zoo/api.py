@@ -452,7 +452,7 @@ def status(folder: str | Path, data_dir: str | Path | None = None) -> Standing:
         unseen = "what changed since" if has_plan else "what is left, and what changed since,"
         doubt = f"{unseen} is not known: {error.problems[0][1]}; files of variants are named by --variant-file"
         cells = tuple(PlannedCell(cell=cell) for cell in known or (record.cell for record in store.records()))
-    scan = store.scan([item.cell for item in cells])
+    scan = store.scan()
     records = list(scan.records.values())
     found = standing(cells, records, store.repeats.count(), store.marked_again())
     repeats = {key: store.repeats.read(key) for key in found.begun}

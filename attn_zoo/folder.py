@@ -523,7 +523,6 @@ def scan_cells(
     folder: Path,
     *,
     is_strict: bool = True,
-    find: Callable[[Path], Record | None] = lambda _: None,
     skip: Container[str] = (),
 ) -> Scan:
     """Read all records.
@@ -531,7 +530,6 @@ def scan_cells(
     Args:
         folder: results folder.
         is_strict: each must be the one its file is named after, and of no newer version.
-        find: returns what is known of a record, whose file is then not read.
         skip: stems of files that are left out.
 
     Raises:
@@ -543,7 +541,7 @@ def scan_cells(
         if path.stem in skip:
             continue
         try:
-            records[path.stem] = find(path) or read_record(path, path.stem if is_strict else "")
+            records[path.stem] = read_record(path, path.stem if is_strict else "")
         except StoreError as error:
             if is_strict and isinstance(error, FolderError):
                 raise

@@ -106,13 +106,11 @@ def make_folder(folder: Path, plan: Plan, slowdown: float = 1.0) -> None:
 
 
 def commands(room: Path, count: int) -> dict[str, list[str]]:
-    """Return what is timed, by name; `status` and `run` once more when there is an index."""
+    """Return what is timed, by name."""
     before, after, matrix = (str(room / f"{count}{end}") for end in ("", "-after", ".toml"))
     status = ["status", before]
     run = ["run", matrix, "--out", before, "--device", "cpu", "--allow-cells", f"{2 * count}"]
     return {
-        "status, no index": status,
-        "run, no index": run,
         "status": status,
         "run": run,
         "report": ["report", before, "--out", str(room / "report")],
@@ -169,8 +167,6 @@ def main() -> None:
             for name, arguments in commands(room, count).items():
                 if options.only and name.partition(",")[0] not in options.only:
                     continue
-                if "no index" in name:
-                    (room / str(count) / ".index").unlink(missing_ok=True)
                 wall_s, used_s, peak = measure(arguments)
                 print(f"| {len(plan.cells)} | {name} | {wall_s:.1f} | {used_s:.1f} | {peak:.0f} |", flush=True)
 

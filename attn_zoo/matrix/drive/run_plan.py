@@ -518,7 +518,7 @@ def run(
 
 def _has_fewer(item: PlannedCell, record: Record | None) -> bool:
     """Tell whether a cell was timed in fewer processes than it would be now; that is in no key."""
-    if record is None or record.status != "ok" or record.timing is None:  # of a large folder, times are not read
+    if record is None or record.status != "ok" or record.timing is None:
         return False
     return max(len(record.timing.process_sizes), 1) < item.repeats
 

@@ -40,7 +40,6 @@ from attn_zoo.folder import (
     scan_cells,
 )
 from attn_zoo.matrix.plan.planned_cell import PlannedCell
-from attn_zoo.matrix.store.index import Index
 from attn_zoo.matrix.store.lock import hold_lock, wait_for_lock
 from attn_zoo.records import SCHEMA_VERSION, Ceilings, Cell, Environment, Record
 from attn_zoo.whole_files import refuse_links, whole_folder, write_whole
@@ -260,20 +259,13 @@ class Store:
             raise FolderError(f"{self.folder}: {info.problems[0]}; {WITHOUT_INFO}")
         return info
 
-    def scan(self, planned: Iterable[Cell] = ()) -> Scan:
+    def scan(self) -> Scan:
         """Read all records; files that are none are reported and left where they are.
-
-        Args:
-            planned: where only the outcome is asked for, the cells that a run is to make: where they are many, records
-                of timed cells lack numbers, timings above all, and what was read is noted for the next time.
 
         Raises:
             StoreError: a newer version of this package wrote a record.
         """
-        index = Index(self.folder, planned)
-        scan = scan_cells(self.folder, find=index.find)
-        index.update()
-        return scan
+        return scan_cells(self.folder)
 
     def records(self) -> list[Record]:
         """Return all records, sorted by key."""
@@ -292,8 +284,6 @@ class Store:
         planned: Sequence[Cell] = (),
     ) -> Iterator[Scan]:
         """Hold the folder for one run: create or resume it, put what is no record into quarantine, yield the records.
-
-        Of a large folder, those of timed cells lack their numbers: see `scan`.
 
         Shards hold locks of their own and share the folder: their cells differ.
 
@@ -325,7 +315,7 @@ class Store:
                 for pattern in (".run.json-*.tmp", ".ceilings.json-*.tmp", "cells/.*.tmp", "parts/.*.tmp"):
                     for path in self.folder.glob(pattern):
                         path.unlink(missing_ok=True)
-            scan = self.scan(planned)
+            scan = self.scan()
             for name, reason in scan.problems.items():
                 self._quarantine(name, reason)
             yield scan
