@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
-from attn_zoo.report.analysis.series import Point, Series, fastest_exact, make_series, shown_doubts
+from attn_zoo.report.analysis.series import Point, Series, make_series, shown_doubts
 from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, fastest_of, is_paired, winners
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.units import unique_name
@@ -30,7 +30,6 @@ class Panel:
         caveats: what a reader must know of single causal series, one half-sentence each.
         name: for file names; unique among the panels of one report.
         series: ordered by label.
-        baseline: at each length the fastest exact series, or None where the run has none.
         pass_: what is timed, as recorded.
         ceilings: of the machine, or None where the run has not measured them.
         members: the observations, and planned cells that have none.
@@ -41,7 +40,6 @@ class Panel:
     caveats: tuple[str, ...]
     name: str
     series: tuple[Series, ...]
-    baseline: Series | None
     pass_: str
     ceilings: Ceilings | None
     members: tuple[Observation, ...]
@@ -135,20 +133,31 @@ class Panel:
 
         return sorted(self.series, key=standing)
 
-    def is_baseline(self, label: str) -> bool:
-        """Whether the fastest exact series has this label, so that words need not name what is compared with."""
-        return self.baseline is not None and label == self.baseline.label
+    @cached_property
+    def _fastest_exact(self) -> dict[int, Series]:
+        """Who is the fastest of the exact ones, by length."""
+        exact = (one for one in self.series if one.is_exact and not one.is_simulated)
+        rivals = grouped(((point, one) for one in exact for point in one.points), lambda rival: rival[0].seq_len)
+        return {length: min(rivals[length], key=lambda rival: rival[0].median_ms)[1] for length in sorted(rivals)}
 
     @cached_property
     def exact(self) -> dict[int, Point]:
         """The fastest exact point of each length."""
-        return {point.seq_len: point for point in (self.baseline.points if self.baseline else ())}
+        every = ((length, point) for length, one in self._fastest_exact.items() for point in one.points)
+        return {length: point for length, point in every if point.seq_len == length}
 
     @cached_property
-    def _fastest_exact(self) -> dict[int, Series]:
-        """Whose `exact` is, by length."""
-        every = (one for one in self.series if one.is_exact and not one.is_simulated)
-        return {point.seq_len: one for one in every for point in one.points if point is self.exact[point.seq_len]}
+    def baseline(self) -> Series | None:
+        """These points as one series, named after those whose they are; None where the run has no exact one."""
+        if not self.exact:
+            return None
+        first, *others = self._fastest_exact.values()
+        label = " / ".join(dict.fromkeys(one.label for one in (first, *others)))
+        return replace(first, label=label, points=tuple(self.exact.values()), failures=())
+
+    def is_baseline(self, label: str) -> bool:
+        """Whether the fastest exact series has this label, so that words need not name what is compared with."""
+        return self.baseline is not None and label == self.baseline.label
 
     @cached_property
     def turns(self) -> tuple[Observation, ...]:
@@ -277,7 +286,6 @@ def _panel(
         caveats=tuple(caveats),
         name=name,
         series=tuple(series),
-        baseline=fastest_exact(series),
         pass_=setting["pass"],
         ceilings=results.ceilings(*(setting[name] for name in ("environment", "device", "dtype", "threads"))),
         members=tuple(members),

@@ -282,20 +282,3 @@ def make_series(label: str, members: Sequence[Observation], pass_: str, results:
         claim=claim,
         is_simulated=any(one.record.is_simulated for one in members),
     )
-
-
-def fastest_exact(series: Sequence[Series]) -> Series | None:
-    """Return a series made of the fastest exact point at each length, named after its members; None without any."""
-    exact = [one for one in series if one.is_exact and one.points and not one.is_simulated]
-    if not exact:
-        return None
-    rivals = grouped(((point, one.label) for one in exact for point in one.points), lambda rival: rival[0].seq_len)
-    fastest = [min(rivals[length], key=lambda rival: rival[0].median_ms) for length in sorted(rivals)]
-    return Series(
-        label=" / ".join(dict.fromkeys(label for _, label in fastest)),
-        variant=exact[0].variant,
-        points=tuple(point for point, _ in fastest),
-        failures=(),
-        claim=exact[0].claim,
-        is_simulated=False,
-    )
