@@ -15,7 +15,7 @@ from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, make_series, shown_doubts
-from attn_zoo.report.analysis.winners import Bundle, SpeedUp, Winner, fastest_of, is_paired, winners
+from attn_zoo.report.analysis.winners import Rival, SpeedUp, Winner, fastest_of, is_paired, winners
 from attn_zoo.report.wording import PANEL_FIELDS, PASS_TITLES, panel_name, panel_subtitle, panel_title
 from attn_zoo.units import unique_name
 
@@ -165,11 +165,11 @@ class Panel:
         return tuple(one for one in self.members if one.is_timed and one.record.bundle)
 
     @cached_property
-    def bundles(self) -> dict[tuple[int, str], Bundle]:
+    def bundles(self) -> dict[tuple[int, str], list[Rival]]:
         """What was timed in turns, by length and name of the bundle."""
         waiting = {series.label: series.waiting for series in self.series}
-        every = [(turn.label, Point(turn.record, turn.cell.seq_len in waiting[turn.label])) for turn in self.turns]
-        return dict(sorted(grouped(every, lambda one: (one[1].seq_len, one[1].record.bundle)).items()))
+        every = [(Point(turn.record, turn.cell.seq_len in waiting[turn.label]), turn.label) for turn in self.turns]
+        return dict(sorted(grouped(every, lambda rival: (rival[0].seq_len, rival[0].record.bundle)).items()))
 
     def speed_up(self, series: Series, length: int, over: Series | None = None) -> SpeedUp | None:
         """Return a variant beside exact attention; None for an exact one, and where either was not measured.
@@ -187,8 +187,8 @@ class Panel:
         rivals = {one.label for one in self.series if one.is_exact and not one.is_simulated and over in (None, one)}
         pairs = []
         for members in (turns for (seq_len, _), turns in self.bundles.items() if seq_len == length):
-            for own in (turn for label, turn in members if label == series.label):
-                able = [(turn, label) for label, turn in members if label in rivals and is_paired(turn, own)]
+            for own in (turn for turn, label in members if label == series.label):
+                able = [(turn, label) for turn, label in members if label in rivals and is_paired(turn, own)]
                 pairs += [SpeedUp(label, exact, own) for exact, label in able and [fastest_of(able)]]
         if pairs:
             return max(pairs, key=lambda one: len(one.point.timing.samples_ms))

@@ -9,8 +9,8 @@ from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.series import Point, Series, joint_doubts
 from attn_zoo.statistics.medians import Ratio, time_ratio
 
-Bundle = Sequence[tuple[str, Point]]
-"""What was timed in turns, each with its label."""
+Rival = tuple[Point, str]
+"""What was timed, with its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Winner:
 
     seq_len: int
     labels: tuple[str, ...]
-    rivals: tuple[tuple[Point, str], ...]
+    rivals: tuple[Rival, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def winners(every: Sequence[Series]) -> list[Winner]:
     return found
 
 
-def fastest_of(rivals: Sequence[tuple[Point, str]]) -> tuple[Point, str]:
+def fastest_of(rivals: Sequence[Rival]) -> Rival:
     """Return the point with the lowest median and its label, or one that beats it in the rounds that both took part in.
 
     What is slower spends its budget in fewer rounds. Where the machine gets slower or faster meanwhile, its median is

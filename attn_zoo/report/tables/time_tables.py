@@ -378,7 +378,7 @@ _TOKENS_PER_S = Column(
 def turns_table(analysis: Analysis) -> Table | None:
     """Return one row for each variant of each bundle, the fastest first; None where nothing was timed in turns."""
     every = (members for panel in analysis.panels for members in panel.bundles.values())
-    shown = shown_doubts(point for members in every for _, point in members)
+    shown = shown_doubts(point for members in every for point, _ in members)
     rows = [row for panel in analysis.panels for row in _turn_rows(panel, shown)]
     if not rows:
         return None
@@ -420,9 +420,8 @@ def turns_table(analysis: Analysis) -> Table | None:
 def _turn_rows(panel: Panel, shown: frozenset[str]) -> list[dict[str, Any]]:
     rows, judged = [], panel.judged
     for (seq_len, bundle), turns in panel.bundles.items():
-        rivals = [(point, label) for label, point in turns if label in judged]
-        fastest, fastest_label = fastest_of(rivals or [(point, label) for label, point in turns])
-        members = [(times_faster(point, fastest), point, label) for label, point in turns]
+        fastest, fastest_label = fastest_of([rival for rival in turns if rival[1] in judged] or turns)
+        members = [(times_faster(point, fastest), point, label) for point, label in turns]
         members.sort(
             key=lambda member: (member[2] not in judged, member[2] != fastest_label, member[0].value, member[2])
         )
