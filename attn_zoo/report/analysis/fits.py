@@ -24,7 +24,7 @@ from attn_zoo.statistics.growth import (
 from attn_zoo.statistics.medians import log_medians
 from attn_zoo.units import human_length, human_slope
 
-Quantity = Literal["time", "device", "peak_bytes", "extra_bytes", "saved_bytes"]
+Quantity = Literal["time", "device", "peak_bytes"]
 """`device` is the time of the GPU alone, where it was measured; `time` that of a call as a user makes it."""
 
 TOLERANCE = 0.1
@@ -168,11 +168,11 @@ def samples_by_length(points: Sequence[Point], quantity: Quantity) -> _Samples:
         samples = {point.seq_len: list(point.device_samples_ms or (0.0,)) for point in points}
         sizes = {length: (1,) * len(values) for length, values in samples.items() if len(values) > 1}
     else:
-        samples = {point.seq_len: [float(getattr(point.memory, quantity) or 0)] for point in points}
+        samples = {point.seq_len: [float(point.memory.peak_bytes or 0)] for point in points}
     return {length: values for length, values in samples.items() if min(values) > 0}, sizes
 
 
-def growth(series: Series, quantity: Quantity = "time") -> Growth:
+def growth(series: Series, quantity: Literal["time", "peak_bytes"]) -> Growth:
     """Fit one quantity of one series.
 
     Of time on a GPU, what the GPU alone took, where that was measured; lengths that wait for the host are left out.
@@ -189,13 +189,11 @@ def growth(series: Series, quantity: Quantity = "time") -> Growth:
     exponent = fit_exponent(samples, sizes=own_sizes) if len(used) >= LEAST_LENGTHS else None
     medians = [math.exp(log) for log in log_medians(samples, own_sizes).values]
     fit = fit_cost(sorted(samples), medians) if len(samples) >= LEAST_LENGTHS else None
-    claimed = None
-    if quantity in {"time", "peak_bytes"}:
-        name = "time_exponent" if quantity == "time" else "memory_exponent"
-        claimed = getattr(series.claim, name)
-        if claimed is not None and series.points:  # that of the options, where the record has it
-            own = getattr(series.points[-1].record, name)
-            claimed = claimed if own is None else own
+    name = "time_exponent" if quantity == "time" else "memory_exponent"
+    claimed = getattr(series.claim, name)
+    if claimed is not None and series.points:  # that of the options, where the record has it
+        own = getattr(series.points[-1].record, name)
+        claimed = claimed if own is None else own
     timed = series.points if quantity == "time" else ()
     fitted = [point for point in timed if exponent and point.seq_len in exponent.lengths]
     verdict, why = _verdict(exponent, fit, len(used), last_waiting, is_simulated=series.is_simulated)

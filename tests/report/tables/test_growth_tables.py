@@ -5,7 +5,6 @@ import math
 import pytest
 
 from attn_zoo.report.analysis.analyse import analyse
-from attn_zoo.report.analysis.fits import growth
 from attn_zoo.report.tables.growth_tables import crossing_text, crossover_table, exponent_table, round_length
 from tests.report.synthetic import CLAIMS, DOUBLINGS, analysed, scaling, write_run
 
@@ -32,9 +31,9 @@ def test_recovers_known_powers_and_reads_them(tmp_path):
 def test_memory_is_fitted_from_bytes(tmp_path):
     records = [scaling("full", n, quadratic_memory=True) for n in DOUBLINGS]
     one = panel(tmp_path, [*records, *powers("linformer", 1)])
-    exponent = growth(one.series[0], "extra_bytes").exponent
+    exponent = one.memory["full"].exponent
     assert exponent is not None
-    assert exponent.value == pytest.approx(2.0)
+    assert exponent.value == pytest.approx(2.0, abs=0.02), "but for its inputs, whose bytes are linear"
     assert one.memory["linformer"].verdict == "linear"
 
 
