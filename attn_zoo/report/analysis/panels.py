@@ -153,7 +153,7 @@ class Panel:
             return None
         first, *others = self._fastest_exact.values()
         label = " / ".join(dict.fromkeys(one.label for one in (first, *others)))
-        return replace(first, label=label, points=tuple(self.exact.values()), failures=())
+        return replace(first, label=label, points=tuple(self.exact.values()), failures={})
 
     def is_baseline(self, label: str) -> bool:
         """Whether the fastest exact series has this label, so that words need not name what is compared with."""

@@ -15,7 +15,7 @@ from attn_zoo.records import CallPass, Memory, Record, Timing, is_one_token
 from attn_zoo.report.analysis.grouping import grouped
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.measurements import token_rates
-from attn_zoo.report.wording import FLAG_MARKS, MARKS, missing_word, worth_a_mark
+from attn_zoo.report.wording import FLAG_MARKS, MARKS, worth_a_mark
 from attn_zoo.statistics.pooling import pool_records
 
 HOST_FACTOR = 1.5
@@ -157,31 +157,14 @@ def shown_doubts(points: Iterable[Point]) -> frozenset[str]:
     return worth_a_mark(doubts for point in points for doubts in (point.doubts, point.device_doubts))
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One length that gave no measurement."""
-
-    record: Record
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens."""
-        return self.record.cell.seq_len or 0
-
-    @property
-    def word(self) -> str:
-        """What a table says of it."""
-        return missing_word(self.record)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve: a label over lengths, ascending."""
+    """One curve: a label over lengths, ascending; `failures` are the lengths that gave no measurement."""
 
     label: str
     variant: str
     points: tuple[Point, ...]
-    failures: tuple[Failure, ...]
+    failures: dict[int, Record]
     claim: Claim
     is_simulated: bool
 
@@ -199,10 +182,10 @@ class Series:
         )
 
     @cached_property
-    def outcomes(self) -> dict[int, Point | Failure]:
+    def outcomes(self) -> dict[int, Point | Record]:
         """What became of every length, shortest first."""
-        every: list[Point | Failure] = [*self.points, *self.failures]
-        return {one.seq_len: one for one in sorted(every, key=lambda one: one.seq_len)}
+        every: dict[int, Point | Record] = {point.seq_len: point for point in self.points}
+        return dict(sorted((every | self.failures).items()))
 
     @property
     def is_exact(self) -> bool:
@@ -260,14 +243,14 @@ def _busy_lengths(points: Sequence[Point]) -> frozenset[int]:
 def make_series(label: str, members: Sequence[Observation], pass_: str, results: Results) -> Series:
     """Return the curve of one label within one panel."""
     by_length = grouped(members, lambda one: one.cell.seq_len or 0)
-    points, failures = [], []
-    for _, same in sorted(by_length.items()):
+    points, failures = [], {}
+    for length, same in sorted(by_length.items()):
         timed = [one.record for one in same if one.is_timed]
         if timed:
             points.append(Point(pool_records(timed), num_records=len(timed)))
         else:
             run = [one for one in same if one.record.status != NOT_RUN] or same
-            failures.append(Failure(run[-1].record))
+            failures[length] = run[-1].record
     waiting = waiting_lengths(points)
     points = [replace(point, is_waiting=point.seq_len in waiting) for point in points]
     variant = members[0].cell.variant
@@ -278,7 +261,7 @@ def make_series(label: str, members: Sequence[Observation], pass_: str, results:
         label=label,
         variant=variant,
         points=tuple(points),
-        failures=tuple(failures),
+        failures=failures,
         claim=claim,
         is_simulated=any(one.record.is_simulated for one in members),
     )

@@ -22,7 +22,7 @@ from attn_zoo.report.figures.labels import GAP, EndLabel, draw_end_labels, label
 from attn_zoo.report.figures.page import Page, text_size
 from attn_zoo.report.figures.style import INK, MUTED, STRIP, Look, Looks, plain
 from attn_zoo.report.figures.svg import Tag
-from attn_zoo.report.wording import outcome
+from attn_zoo.report.wording import missing_word, outcome
 from attn_zoo.units import human_length, shorten
 
 STRIP_ROW = 0.34
@@ -132,7 +132,7 @@ def draw_chart(panel: Panel, looks: Looks, curves: Sequence[Curve], chart: Chart
     values = [value for curve in curves for value in curve.values] + list(chart.extra_values)
     note = panel.subtitle + chart.note
     failed = [series for series in panel.series if series.failures]
-    lengths = {failure.seq_len for series in failed for failure in series.failures}
+    lengths = {length for series in failed for length in series.failures}
     lengths |= {mark.length for curve in curves for mark in curve.marks}
     if len(lengths) == 1:
         (length,) = lengths
@@ -142,8 +142,8 @@ def draw_chart(panel: Panel, looks: Looks, curves: Sequence[Curve], chart: Chart
         _draw_lengths(page, curves, chart, values, sorted(lengths), failed, looks)
     words = [_alt(curve, chart) for curve in curves]
     for series in failed:
-        outcomes = grouped(series.failures, lambda failure: outcome(failure.record.status).legend).items()
-        said = (f"{what} at {', '.join(human_length(one.seq_len) for one in same)}" for what, same in outcomes)
+        outcomes = grouped(series.failures.items(), lambda failure: outcome(failure[1].status).legend).items()
+        said = (f"{what} at {', '.join(human_length(length) for length, _ in same)}" for what, same in outcomes)
         words.append(f"{series.label}: {' and '.join(said)}")
     return page.describe(words)
 
@@ -238,7 +238,7 @@ def _draw_dots(
     drawn = {curve.label for curve in curves}
     for series in panel.series:
         if series.failures and series.label not in drawn:
-            words = outcome(series.failures[-1].record.status).brief
+            words = outcome(series.failures[max(series.failures)].status).brief
             look = looks[series.label]
             rows.append(DotRow(name=series.label, label=series.label, look=look, words=words, tip=words))
     if any(mark.ends for curve in curves for mark in curve.marks):
@@ -286,7 +286,7 @@ def _end_label(curve: Curve, details: Sequence[str]) -> EndLabel:
 
 def _failed_words(series: Series) -> tuple[str, str]:
     """Return a name, and what happened instead of a measurement."""
-    brief = dict.fromkeys(outcome(failure.record.status).brief for failure in series.failures)
+    brief = dict.fromkeys(outcome(record.status).brief for record in series.failures.values())
     return plain(series.label), shorten(", ".join(brief), 34)
 
 
@@ -301,10 +301,10 @@ def _draw_strip(axes: Axes, failed: Sequence[Series], looks: Looks, below: Axes)
     axes.spines[:].set_visible(False)
     for row, series in enumerate(failed):
         colour = looks[series.label].colour
-        for failure in series.failures:
-            marker = outcome(failure.record.status).marker
-            mark = axes.plot([failure.seq_len], [row], marker=marker, color=colour, ms=6.5, mew=1.8, clip_on=False)
-            tip = f"{series.label}, {human_length(failure.seq_len)} tokens: {failure.record.reason or failure.word}"
+        for length, record in series.failures.items():
+            marker = outcome(record.status).marker
+            mark = axes.plot([length], [row], marker=marker, color=colour, ms=6.5, mew=1.8, clip_on=False)
+            tip = f"{series.label}, {human_length(length)} tokens: {record.reason or missing_word(record)}"
             Tag(of=series.label, tips=(shorten(tip, 200),)).put_on(*mark)
         for words, up in zip(_failed_words(series), (5, -5), strict=True):
             annotate(axes, words, (1, row), (72 * GAP, up), is_share=True, fontsize=STRIP_FONT, color=colour)

@@ -10,12 +10,13 @@ from urllib.parse import quote
 
 from attn_zoo.errors import ConfigError, FolderError, counted
 from attn_zoo.folder import missing_shards
+from attn_zoo.records import Record
 from attn_zoo.report.analysis.analyse import Analysis, analyse
 from attn_zoo.report.analysis.approximation_errors import NEARER, ErrorGroup, ErrorPanel
 from attn_zoo.report.analysis.floor import floor_words
 from attn_zoo.report.analysis.panels import Panel, lead_panel
 from attn_zoo.report.analysis.scores import AccuracyGroup, LabelScore, pair
-from attn_zoo.report.analysis.series import Failure, Point, Series
+from attn_zoo.report.analysis.series import Point, Series
 from attn_zoo.report.pages.findings import accuracy_findings, completeness, findings, headline, nearest_line
 from attn_zoo.report.pages.html import render_page
 from attn_zoo.report.tables.error_tables import error_interval, error_text
@@ -30,7 +31,7 @@ from attn_zoo.report.tables.time_tables import (
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.wording import NO_RECORD, marks_of
+from attn_zoo.report.wording import NO_RECORD, marks_of, missing_word
 from attn_zoo.units import capital, clean, human_bytes, human_length, human_ms, human_number, percent
 
 MOST_LENGTHS = 6
@@ -253,10 +254,11 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
     beside = (f"cheaper than {exact}",) if exact else ()
     best = {one.seq_len: one.labels for one in panel.winners if len(one.rivals) > 1}
 
-    def link(point: Point | Failure) -> str:
-        record = f"cells/{quote(point.record.cell.key)}.json"
-        is_own = isinstance(point, Failure) or point.num_records == 1  # no record has the number of several
-        return f"{where}/{record}" if is_own and (folder / record).is_file() else f"{where}/report.html"
+    def link(one: Point | Record) -> str:
+        # No record has the number of several.
+        record, is_own = (one.record, one.num_records == 1) if isinstance(one, Point) else (one, True)
+        file = f"cells/{quote(record.cell.key)}.json"
+        return f"{where}/{file}" if is_own and (folder / file).is_file() else f"{where}/report.html"
 
     def row(series: Series) -> tuple[Entry, ...]:
         entries = [Entry(text=series.label)]
@@ -270,7 +272,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
                 is_best = series.label in best.get(length, ())
                 entries.append(Entry(text=text, href=link(one), sort=one.median_ms, is_best=is_best))
             else:
-                entries.append(Entry(text=NO_RECORD) if one is None else Entry(text=one.word, href=link(one)))
+                entries.append(Entry(text=NO_RECORD) if one is None else Entry(text=missing_word(one), href=link(one)))
         if exact:
             href = f"{where}/report.html#table-crossovers"
             entries.append(Entry(text=_cheaper(panel, series), href=href, is_words=True))

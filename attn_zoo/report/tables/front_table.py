@@ -24,7 +24,7 @@ from attn_zoo.report.tables.time_tables import (
     unjudged_words,
     weights_words,
 )
-from attn_zoo.report.wording import NO_RECORD, marks_of, one_seed
+from attn_zoo.report.wording import NO_RECORD, marks_of, missing_word, one_seed
 from attn_zoo.units import capital, human_bytes, human_length, human_ms, some
 
 LENGTHS = (1024, 4096, 32768, 262144, 1048576)
@@ -125,9 +125,9 @@ def _row(label: str, panel: Panel | None, lengths: Sequence[int]) -> dict[str, A
         if isinstance(one, Point):
             row[str(length)] = _time_or_factor(one, panel, series)
         else:
-            row[str(length)] = NO_RECORD if one is None else one.word
+            row[str(length)] = NO_RECORD if one is None else missing_word(one)
     peaks, last, weights = panel.peaks, series.outcomes.get(panel.peak_len), weights_words(series)
-    missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else last.word
+    missing = NO_RECORD if last is None else "not measured" if isinstance(last, Point) else missing_word(last)
     row["memory"] = human_bytes.fixed(peaks.values())(peaks[label]) if label in peaks else missing
     row["memory"] += f"; weights {weights}" if weights else ""
     return row

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attn_zoo.report.analysis.analyse import Analysis
 from attn_zoo.report.analysis.fits import NOT_SETTLED
 from attn_zoo.report.analysis.panels import Panel
-from attn_zoo.report.analysis.series import Failure, Point, Series, joint_doubts, shown_doubts
+from attn_zoo.report.analysis.series import Point, Series, joint_doubts, shown_doubts
 from attn_zoo.report.analysis.winners import SpeedUp, fastest_of, times_faster
 from attn_zoo.report.measurements import CALLS, token_rates
 from attn_zoo.report.tables.table import (
@@ -28,7 +28,7 @@ from attn_zoo.report.tables.table import (
     time_column,
     without_interval,
 )
-from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of
+from attn_zoo.report.wording import MARKS, NO_RECORD, doubt_words, held_words, marks_of, missing_word
 from attn_zoo.units import (
     Units,
     human_bytes,
@@ -71,7 +71,7 @@ def length_table(panel: Panel, quantity: Literal["time", "memory"]) -> Table:
         def show(row: Row) -> str:
             one = outcomes[row["variant"]].get(length)
             if not isinstance(one, Point):
-                return NO_RECORD if one is None else str(one.word)
+                return NO_RECORD if one is None else missing_word(one)
             if quantity == "time":
                 return _time(one, panel.shown_doubts, here)
             return "not measured" if one.memory.peak_bytes is None else here(one.memory.peak_bytes)
@@ -194,23 +194,24 @@ _TIMES = ("median_ms", "low_ms", "high_ms", "q1_ms", "q3_ms")
 _RATES = ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high")
 
 
-def _row(panel: Panel, series: Series, point: Point | Failure, shown: frozenset[str]) -> dict[str, Any]:
+def _row(panel: Panel, series: Series, length: int, shown: frozenset[str]) -> dict[str, Any]:
     """Return all that is known of one length: in files each of `CALLS` is a column, whatever a table shows of it."""
+    point = series.outcomes[length]
     row: dict[str, Any] = {
         "variant": series.label,
         "pass": panel.title,
         "settings": panel.subtitle,
-        "seq_len": point.seq_len,
+        "seq_len": length,
         "is_simulated": series.is_simulated,
     }
     extra = (
         *("num_processes", "num_params", "flops", "kernel", "flags", "marks"),
         *("is_waiting", "is_host_bound", "is_compiled"),
     )
-    if isinstance(point, Failure):
+    if not isinstance(point, Point):
         names = (*_TIMES, *_RATES, *(each.name for each in CALLS), *extra)
-        record = point.record
-        return row | {"status": record.status, "word": point.word, "reason": record.reason, **dict.fromkeys(names)}
+        said = {"status": point.status, "word": missing_word(point), "reason": point.reason}
+        return row | said | dict.fromkeys(names)
     rates = token_rates(point.record)
     return row | {
         "status": "ok",
@@ -255,9 +256,9 @@ def measurement_table(analysis: Analysis) -> Table:
     rows, shown = [], analysis.shown_doubts
     for panel in analysis.panels:
         rows += [
-            _row(panel, series, point, shown) | _times_as_fast(panel, series, point.seq_len, shown)
+            _row(panel, series, length, shown) | _times_as_fast(panel, series, length, shown)
             for series in panel.ranked
-            for point in series.outcomes.values()
+            for length in series.outcomes
         ]
     passes = {panel.pass_ for panel in analysis.panels}
     return Table(
@@ -329,7 +330,7 @@ def step_table(analysis: Analysis) -> Table | None:
     shown = shown_doubts(points)
     rows = []
     for panel in panels:
-        own = [_row(panel, series, point, shown) for series in panel.ranked for point in series.outcomes.values()]
+        own = [_row(panel, series, length, shown) for series in panel.ranked for length in series.outcomes]
         rows += sorted(own, key=lambda row: (row["seq_len"], row["median_ms"] or float("inf"), row["variant"]))
     if not rows:
         return None
