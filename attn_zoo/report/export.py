@@ -16,7 +16,7 @@ from attn_zoo.report.analysis.observations import Observation, Results, read_res
 from attn_zoo.report.flat_records import FIELDS, flat_row
 from attn_zoo.report.measurements import token_rates
 from attn_zoo.report.tables.all_tables import find_table, summary_tables
-from attn_zoo.report.tables.table import Table, guard_frame, to_csv, to_latex, to_markdown
+from attn_zoo.report.tables.table import Table, csv_lines, to_csv, to_latex, to_markdown
 from attn_zoo.whole_files import require_writable, write_whole
 
 _COMPUTED: Mapping[str, type] = {
@@ -107,7 +107,7 @@ def export(
 
 def _parts(observations: Sequence[Observation]) -> Iterator[list[list[Any]]]:
     """Return the values of `_EXPORTED` in parts: of all rows they take much room."""
-    starts = range(0, max(1, len(observations)), ROWS_OF_A_PART)
+    starts = range(0, len(observations), ROWS_OF_A_PART)
     parts = (map(_row, observations[start : start + ROWS_OF_A_PART]) for start in starts)
     return ([[row.get(name) for name in _EXPORTED] for row in part] for part in parts)
 
@@ -115,23 +115,16 @@ def _parts(observations: Sequence[Observation]) -> Iterator[list[list[Any]]]:
 ROWS_OF_A_PART = 1000
 
 _EXPORTED = [name for name in COLUMNS if name != "correct"]  # a digit for each test item
-_TEXTS = [
-    name for name in _EXPORTED if name in _NESTED or not {bool, int, float} & {_HINTS[name], *get_args(_HINTS[name])}
-]
 _LISTS = {_EXPORTED.index(field.name) for field in FIELDS if field.kind == "list"}
 
 
 def _csv(results: Results) -> Iterator[bytes]:
-    return (_csv_part(rows, has_header=not index) for index, rows in enumerate(_parts(results.observations)))
-
-
-def _csv_part(rows: list[list[Any]], *, has_header: bool) -> bytes:
-    for row in rows:
-        for index in _LISTS:
-            row[index] = json.dumps(row[index]) if row[index] else ""
-    frame = pd.DataFrame(rows, columns=_EXPORTED, dtype=object)
-    frame[_TEXTS] = guard_frame(frame[_TEXTS])
-    return frame.to_csv(index=False, header=has_header, lineterminator="\n").encode()
+    yield csv_lines([_EXPORTED]).encode()
+    for rows in _parts(results.observations):
+        for row in rows:
+            for index in _LISTS:
+                row[index] = json.dumps(row[index]) if row[index] else ""
+        yield csv_lines(rows).encode()
 
 
 def _jsonl(results: Results) -> Iterator[bytes]:

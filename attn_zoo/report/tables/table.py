@@ -255,30 +255,29 @@ def plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in rows]
 
 
-def guard_frame(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return `frame` with text that a spreadsheet would run as a formula made harmless by a leading quote."""
-    return frame.map(_guard)
-
-
 _FORMULA = re.compile(r"[\t\r]|\s*[=+\-@]")
 
 
-def _guard(value: Any) -> Any:
+def guarded(value: Any) -> Any:
+    """Return a value; text that a spreadsheet would run as a formula is made harmless by a leading quote."""
     return "'" + value if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def unguarded(text: str) -> str:
-    """Return a text of a CSV file as it was before `guard_frame`."""
+    """Return a text of a CSV file as it was before `guarded`."""
     return text[1:] if text[:1] == "'" and _FORMULA.match(text[1:]) else text
 
 
-def to_csv(table: Table) -> str:
-    """Return raw values with a header; numbers keep all digits."""
+def csv_lines(rows: Iterable[Iterable[Any]]) -> str:
+    """Return lines of a CSV file, guarded; numbers keep all digits."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.fields)
-    writer.writerows([_guard(row[name]) for name in table.fields] for row in table.rows)
+    csv.writer(text, lineterminator="\n").writerows(map(guarded, row) for row in rows)
     return text.getvalue()
+
+
+def to_csv(table: Table) -> str:
+    """Return raw values with a header."""
+    return csv_lines([table.fields, *([row[name] for name in table.fields] for row in table.rows)])
 
 
 def to_markdown(table: Table) -> str:
