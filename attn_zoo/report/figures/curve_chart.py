@@ -31,6 +31,7 @@ DETAIL_ROOM = 2.2
 """Inches that a label may take from the panel before its details are wrapped."""
 POSITIVE = (0.0, math.inf)
 _WAITING = "faint, hollow: calls that wait for the host"
+_LEVEL: dict[str, Any] = {"color": INK, "lw": 1.0, "zorder": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +100,8 @@ class Chart:
         base: of the logarithmic axis.
         legend: what the marks are.
         details: lines below the name of a curve.
-        extra_labels: of lines that are no curve.
-        extra_values: that must be on the axis too.
         draw: what belongs to this figure only; before the curves, once the axes are final.
+        level: name of a line that all values are over, so that the largest is the best; drawn at its `y`.
         note: further words below the title.
         said: what the description says of a curve, beside its ends.
     """
@@ -111,9 +111,8 @@ class Chart:
     base: int
     legend: Sequence[Line2D]
     details: Callable[[Curve], Sequence[str]]
-    extra_labels: Sequence[EndLabel] = ()
-    extra_values: Sequence[float] = ()
-    draw: Callable[[Axes], object]
+    draw: Callable[[Axes], object] = lambda _: None
+    level: EndLabel | None = None
     note: str = ""
     said: Callable[[Curve], str] = lambda _: ""
 
@@ -129,7 +128,7 @@ def curves_of(panel: Panel, looks: Looks, mark: Callable[[Series, Point], Mark |
 
 def draw_chart(panel: Panel, looks: Looks, curves: Sequence[Curve], chart: Chart) -> Page:
     """Draw curves over lengths, or rows of dots where there is one length only."""
-    values = [value for curve in curves for value in curve.values] + list(chart.extra_values)
+    values = [value for curve in curves for value in curve.values] + ([chart.level.y] if chart.level else [])
     note = panel.subtitle + chart.note
     failed = [series for series in panel.series if series.failures]
     lengths = {length for series in failed for length in series.failures}
@@ -158,7 +157,7 @@ def _draw_lengths(
     looks: Looks,
 ) -> None:
     """Draw curves with labels at their ends below a strip of what failed."""
-    labels = [_end_label(curve, chart.details(curve)) for curve in curves] + list(chart.extra_labels)
+    labels = [_end_label(curve, chart.details(curve)) for curve in curves] + ([chart.level] if chart.level else [])
     legend = list(chart.legend)
     if any(mark.is_waiting for curve in curves for mark in curve.marks):
         legend.append(Line2D([], [], color=MUTED, marker="o", ms=4, mfc="white", lw=0, label=_WAITING))
@@ -174,6 +173,8 @@ def _draw_lengths(
         page.may_be_linear(strip[0])
     value_axis(axes, values, chart.show, chart.base)
     chart.draw(axes)
+    if chart.level:
+        axes.axhline(chart.level.y, **_LEVEL)
     for curve in curves:
         _draw_calls(axes, curve)
         for alpha, is_call in ((1.0, False), (0.45, True)):
@@ -219,7 +220,7 @@ def _draw_dots(
     panel: Panel, curves: Sequence[Curve], chart: Chart, values: Sequence[float], note: str, looks: Looks
 ) -> Page:
     """Draw a row for each curve, the best on top, and one for each that gave no measurement."""
-    sign = -1 if chart.extra_values else 1  # of speed-ups the largest is the best
+    sign = -1 if chart.level else 1
     rows = [
         DotRow(
             name=curve.label + (" (simulated)" if curve.series.is_simulated else ""),
@@ -249,8 +250,8 @@ def _draw_dots(
     axes = row_axes(page, rows)
     value_axis(axes, values, chart.show, chart.base, name="x")
     axes.set_xlabel(f"{chart.title[:1].lower()}{chart.title[1:]} (logarithmic)")
-    if chart.extra_values:
-        axes.axvline(1.0, color=INK, lw=1.0, zorder=1)
+    if chart.level:
+        axes.axvline(chart.level.y, **_LEVEL)
     draw_rows(axes, rows, POSITIVE)
     return page
 

@@ -227,9 +227,7 @@ def draw_speed_up(panel: Panel, looks: Looks) -> Page | None:
             *_wins(panel, curve),
         ),
         note=_doubtful(panel, curves),
-        extra_labels=[EndLabel(baseline, (f"exact: {ratio(1)}",), INK, max(panel.exact), 1.0)],
-        extra_values=[1.0],
-        draw=lambda axes: axes.axhline(1.0, color=INK, lw=1.0, zorder=1),
+        level=EndLabel(baseline, (f"exact: {ratio(1)}",), INK, max(panel.exact), 1.0),
     )
     return draw_chart(panel, looks, curves, chart)
 
