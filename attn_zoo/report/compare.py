@@ -26,7 +26,7 @@ from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import Observation, read_results
 from attn_zoo.report.analysis.scores import AccuracyGroup, make_accuracy_groups
 from attn_zoo.report.analysis.timed_cells import MATCH, SIDE, setting_of, side_of, timed_cells
-from attn_zoo.report.compare_seeds import ERROR_MATCH, SCORE_MATCH, compare_errors, compare_scores
+from attn_zoo.report.compare_seeds import ERROR_MATCH, SCORE_MATCH, compare_errors, compare_scores, is_within
 from attn_zoo.report.tables.comparison_tables import (
     RATIO,
     SAME_WITHIN,
@@ -392,17 +392,14 @@ def _judge(
     )
     if disturbances and not allows_flagged:
         return ratio, "cannot say", f"disturbed ({', '.join(disturbances)})"
-    if _is_within(ratio, SAME_WITHIN) or (ratio.low <= 1.0 <= ratio.high and _is_within(ratio, limit)):
+    ends, is_open = (ratio.low, ratio.high), ratio.low <= 1.0 <= ratio.high
+    if is_within(*ends, SAME_WITHIN) or (is_open and is_within(*ends, limit)):
         return ratio, "same", ""
-    if ratio.low <= 1.0 <= ratio.high:
+    if is_open:
         return ratio, "cannot say", _TOO_WIDE
     if min(len(first.sizes), len(second.sizes)) < 2:
         return ratio, "cannot say", _ONE_PROCESS
     return ratio, "slower" if ratio.low > 1.0 else "faster", ""
-
-
-def _is_within(ratio: Ratio, share: float) -> bool:
-    return ratio.low >= 1 / (1 + share) and ratio.high <= 1 + share
 
 
 def _why_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:

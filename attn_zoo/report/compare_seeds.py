@@ -178,6 +178,11 @@ def _is_rounding(point: ErrorPoint) -> bool:
     return all(found.error <= max(2 * found.rounding_error, ROUNDING) for found in point.found)
 
 
+def is_within(low: float, high: float, share: float) -> bool:
+    """Return whether the interval of a ratio excludes a change by more than a share."""
+    return low >= 1 / (1 + share) and high <= 1 + share
+
+
 def _error_verdict(
     first: ErrorPoint | None, second: ErrorPoint | None, ratio: _Ratio, num_paired: int, limit: float
 ) -> str:
@@ -187,7 +192,7 @@ def _error_verdict(
         return "same"
     if value is None or low is None or high is None or num_paired < LEAST_SEEDS:
         return "cannot say"
-    if low >= 1 / (1 + limit) and high <= 1 + limit:
+    if is_within(low, high, limit):
         return "same"
     if low <= 1.0 <= high:
         return "cannot say"
