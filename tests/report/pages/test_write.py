@@ -151,10 +151,10 @@ def test_no_machine_path_gets_into_a_report(written, run_dir):
             assert str(run_dir) not in path.read_text(encoding="utf-8")
 
 
-def test_report_runs_without_torch(tmp_path):
+def test_report_runs_without_torch_and_pyplot(tmp_path):
     run = write_run(tmp_path / "run", [scaling("full", 512)])
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import sys; sys.modules['torch'] = sys.modules['matplotlib.pyplot'] = None\n"
         f"from attn_zoo.api import load; load({str(run)!r}).report({str(tmp_path / 'out')!r})"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
