@@ -46,7 +46,7 @@ class Analysis:
         """Names of the runs."""
         return ", ".join(dict.fromkeys(run.name for run in self.results.runs))
 
-    @property
+    @cached_property
     def variants(self) -> dict[str, str]:
         """Registered name of the variant behind each label."""
         return {one.label: one.cell.variant for one in (*self.results.observations, *self.results.left)}

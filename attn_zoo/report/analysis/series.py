@@ -162,7 +162,6 @@ class Series:
     """One curve: a label over lengths, ascending; `failures` are the lengths that gave no measurement."""
 
     label: str
-    variant: str
     points: tuple[Point, ...]
     failures: dict[int, Record]
     claim: Claim
@@ -253,13 +252,11 @@ def make_series(label: str, members: Sequence[Observation], pass_: str, results:
             failures[length] = run[-1].record
     waiting = waiting_lengths(points)
     points = [replace(point, is_waiting=point.seq_len in waiting) for point in points]
-    variant = members[0].cell.variant
-    claim = results.claim(variant)
+    claim = results.claim(members[0].cell.variant)
     if pass_ not in get_args(CallPass):  # it does not say how one token grows, or a whole model
         claim = replace(claim, time_exponent=None, memory_exponent=None)
     return Series(
         label=label,
-        variant=variant,
         points=tuple(points),
         failures=failures,
         claim=claim,

@@ -238,14 +238,14 @@ def _boards(folder: Path, where: str, analysis: Analysis) -> Iterator[Board]:
     panels = [panel for panel in measured if panel.pass_ in FORWARD] or measured
     lead = lead_panel(panels)
     for panel in sorted(panels, key=lambda panel: panel is not lead):
-        yield _scaling_board(folder, where, panel, is_folded=panel is not lead)
+        yield _scaling_board(folder, where, analysis, panel, is_folded=panel is not lead)
     yield from (_error_board(where, analysis, group) for group in analysis.errors if group.ranked)
     groups = [group for group in analysis.accuracy if group.means]
     if groups:
         yield _accuracy_board(where, analysis, groups)
 
 
-def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -> Board:
+def _scaling_board(folder: Path, where: str, analysis: Analysis, panel: Panel, *, is_folded: bool) -> Board:
     lengths = panel.lengths
     if len(lengths) > MOST_LENGTHS:
         usual = [length for length in lengths if length in LENGTHS or length == lengths[-1]]
@@ -286,7 +286,7 @@ def _scaling_board(folder: Path, where: str, panel: Panel, *, is_folded: bool) -
         note=say(note, (), [[entry.text for entry in each] for each in entries]),
         headings=("variant", *map(human_length, lengths), *beside, "peak memory"),
         rows=entries,
-        variants=tuple(series.variant for series in rows),
+        variants=tuple(analysis.variants[series.label] for series in rows),
         quantity="time",
         is_folded=is_folded,
     )
