@@ -86,9 +86,9 @@ class Analysis:
         return shown_doubts(self.points)
 
     @property
-    def caveats(self) -> str:
-        """What a reader must know of single variants in the panels, as sentences; empty where there is nothing."""
-        return " ".join(dict.fromkeys(f"Causal {caveat}." for panel in self.panels for caveat in panel.caveats))
+    def caveats(self) -> list[str]:
+        """What a reader must know of single variants in the panels, a sentence each."""
+        return list(dict.fromkeys(f"Causal {caveat}." for panel in self.panels for caveat in panel.caveats))
 
 
 def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:

@@ -329,8 +329,7 @@ def _part_of_matrix(run: Run) -> str:
 def findings(analysis: Analysis) -> list[str]:
     """Return what to know beside the headline, the most important first, a line each: seven at most."""
     panel = lead_panel(analysis.panels)
-    said = list(dict.fromkeys(f"Causal {caveat}." for one in analysis.panels for caveat in one.caveats))[:2]
-    said += _contradictions(analysis)
+    said = analysis.caveats[:2] + _contradictions(analysis)
     if panel is not None:
         lines = _growth_line, _crossing_line, _memory_line, _energy_line, _weights_line
         said += [line(panel) for line in lines]

@@ -76,7 +76,7 @@ def efficiency_table(analysis: Analysis, *, is_brief: bool = False) -> Table | N
             Remark("MFU: share of the maker's product rate, dense, in the same dtype.", heading="MFU"),
             *MARK_REMARKS,
             f"Roof, measured beside the run: {'; '.join(roofs)}.",
-            analysis.caveats,
+            *analysis.caveats,
         ),
         columns=(
             text_column("variant", priority=0),

@@ -57,7 +57,7 @@ def exponent_table(analysis: Analysis) -> Table:
             Remark("(!): contradicted by the measurement.", sign="(!)"),
             interval_remark(analysis.points),
             *MARK_REMARKS,
-            analysis.caveats,
+            *analysis.caveats,
         )
         if rows
         else (_NOTHING_GROWS,),
@@ -212,7 +212,7 @@ def crossover_table(analysis: Analysis) -> Table:
             *_CHEAPER,
             replace(interval_remark(analysis.points), sign="", heading="interval"),
             *MARK_REMARKS,
-            analysis.caveats,
+            *analysis.caveats,
         )
         if rows
         else (_NO_BASELINE,),

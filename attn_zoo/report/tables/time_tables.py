@@ -277,7 +277,7 @@ def measurement_table(analysis: Analysis) -> Table:
             Remark("Host: what it takes to enqueue a call, which calls in a loop take at least.", heading="host"),
             Remark(f"From a graph: {_REPLAYED}", heading="from a graph"),
             *MARK_REMARKS,
-            analysis.caveats,
+            *analysis.caveats,
         ),
         columns=(
             text_column("variant", priority=0),
@@ -396,7 +396,7 @@ def turns_table(analysis: Analysis) -> Table | None:
             f"Beside the fastest: median over rounds of the ratio of two calls of one round{several}.",
             Remark(f"In brackets: 95 % interval {over}.", sign="["),
             *MARK_REMARKS,
-            analysis.caveats,
+            *analysis.caveats,
         ),
         columns=(
             text_column("variant", priority=0),
