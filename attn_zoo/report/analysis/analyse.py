@@ -31,7 +31,7 @@ class Analysis:
         errors: distances from exact attention.
         accuracy: training.
         overviews: of several tasks trained alike.
-        labels: of everything, sorted: the position decides colour, marker and line style in every figure.
+        labels: of everything, sorted: of two that would look alike in figures the later gets another look.
     """
 
     results: Results
