@@ -46,17 +46,16 @@ def draw_scores(group: AccuracyGroup, looks: Looks) -> Page | None:
     margin = 0.06 * (max(values) - min(values)) or 0.02 * (abs(values[0]) or 1.0)
     axes.set_xlim(min(values) - margin, max(values) + margin)
     score_axis(axes.xaxis, metric, f"{metric.axis} on test", num_ticks=5)
-    _draw_floors(axes, marks, len(rows), metric)
+    _draw_floors(page, axes, marks, len(rows), metric)
     draw_rows(axes, rows, metric.bounds)
     floors = "; ".join(f"{name}: {metric.show(value)}" for name, value in words.items())
     said = "; ".join(row.tip for row in rows)
     return page.describe([f"{said}. {floors}" if floors else said])
 
 
-def _draw_floors(axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metric: Metric) -> None:
+def _draw_floors(page: Page, axes: Axes, marks: Sequence[tuple[str, float]], rows: int, metric: Metric) -> None:
     """Draw a dashed line for each, labelled on a line of its own below the rows: to its right, if there is room."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
+    figure = page.figure
     rightwards, leftwards = list[tuple[str, float]](), list[tuple[str, float]]()
     edge = figure.bbox.width - 0.04 * figure.dpi  # of the room to the right; a line that goes on below ends it too
     for mark in sorted(marks, key=lambda mark: -mark[1]):
