@@ -19,6 +19,7 @@ import pandas as pd
 from attn_zoo.errors import ConfigError, UnknownNameError
 from attn_zoo.packed_run import commits
 from attn_zoo.records import Cell
+from attn_zoo.report.analysis.grouping import varying
 from attn_zoo.report.analysis.observations import distinct_labels, read_results
 from attn_zoo.report.analysis.timed_cells import setting_of, side_of, timed_cells
 from attn_zoo.report.figures.axes import draw_curve, set_ticks, value_axis
@@ -196,7 +197,7 @@ def history(
         raise UnknownNameError("variant", name, labels, f"the commits timed {', '.join(labels)}")
     rows = [row for row in rows if not wanted or row["label"] in wanted]
     rows = _chosen(rows, "seq_len", seq_len)
-    varying = {name for name in _SETTING if len({row[name] for row in rows}) > 1} - {"dtype"}
+    apart = varying(_SETTING, rows) - {"dtype"}
     settings = Counter(tuple(row[name] for name in _SETTING) for row in rows)
     setting = max(settings, key=lambda one: (settings[one], str(one)))
     rows = [row for row in rows if tuple(row[name] for name in _SETTING) == setting]
@@ -205,7 +206,7 @@ def history(
         row["era"] = eras.index(tuple(row[name] for name in _ERA)) + 1
     said = dict(zip(_SETTING, setting, strict=True))
     length = f", {human_length(said['seq_len'])} tokens" if said["seq_len"] else ""
-    how = ", ".join(str(word) for word in (said["dtype"], said["device"], *setting_words(said, varying)) if word)
+    how = ", ".join(str(word) for word in (said["dtype"], said["device"], *setting_words(said, apart)) if word)
     title = f"{PASS_TITLES.get(said['pass'], 'time')}{length}, {how}, over commits"
     return History(frame=pd.DataFrame(rows), title=capital(title))
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import get_args
 
 from attn_zoo.records import Approximation, Cell, InputKind, Record
-from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.grouping import grouped, varying
 from attn_zoo.report.analysis.observations import NOT_RUN, Observation, Results
 from attn_zoo.report.analysis.scores import mean_with_interval
 from attn_zoo.report.wording import missing_word, setting_words
@@ -266,15 +266,15 @@ def make_error_groups(results: Results) -> list[ErrorGroup]:
     every = [one for one in (*results.observations, *results.left) if one.cell.inputs]
     groups, names = grouped(every, lambda one: _setting(one.cell)), set[str]()
     settings = {key: dict(zip(GROUP_FIELDS, key, strict=True)) for key in sorted(groups, key=repr)}
-    varying = {name for name in GROUP_FIELDS if len({setting[name] for setting in settings.values()}) > 1}
+    differing = varying(GROUP_FIELDS, settings.values())
     found = []
     for key, setting in settings.items():
         usual = {"num_kv_heads"} if setting["num_kv_heads"] == setting["num_heads"] else set()
-        words = setting_words(setting, {*GROUP_FIELDS} - usual - ({"protocol_version"} - varying))
-        short = [str(setting[name]) for name in ("device", "dtype") if name in varying]
-        short += ["causal" if setting["is_causal"] else "bidirectional"] if "is_causal" in varying else []
+        words = setting_words(setting, {*GROUP_FIELDS} - usual - ({"protocol_version"} - differing))
+        short = [str(setting[name]) for name in ("device", "dtype") if name in differing]
+        short += ["causal" if setting["is_causal"] else "bidirectional"] if "is_causal" in differing else []
         device = str(setting["device"]).upper()
-        apart = [*([device] if "device" in varying else []), *setting_words(setting, varying - usual)]
+        apart = [*([device] if "device" in differing else []), *setting_words(setting, differing - usual)]
         by_inputs = grouped(groups[key], lambda one: one.cell.inputs)
         kinds = [kind for kind in get_args(InputKind) if kind in by_inputs]
         found.append(

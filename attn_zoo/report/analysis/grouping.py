@@ -1,9 +1,9 @@
-"""Sort things into groups."""
+"""Sort things into groups, and say what tells groups apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -15,3 +15,8 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def varying(names: Iterable[str], rows: Collection[Mapping[str, Any]]) -> set[str]:
+    """Return those of the names that have several values in these rows; of a name that a row has not, None is one."""
+    return {name for name in names if len({row.get(name) for row in rows}) > 1}

@@ -12,7 +12,7 @@ from attn_zoo.metadata import ROUTING_SEES_FUTURE
 from attn_zoo.records import Ceilings, Cell
 from attn_zoo.report.analysis.efficiency import Efficiency, efficiencies
 from attn_zoo.report.analysis.fits import Crossing, Growth, crossings, growth
-from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.grouping import grouped, varying
 from attn_zoo.report.analysis.observations import Observation, Results
 from attn_zoo.report.analysis.series import Point, Series, make_series, shown_doubts
 from attn_zoo.report.analysis.winners import Rival, SpeedUp, Winner, fastest_of, is_paired, winners
@@ -257,21 +257,18 @@ def make_panels(results: Results) -> list[Panel]:
 
     settings = {key: dict(zip(PANEL_FIELDS, key, strict=True)) for key in sorted(groups, key=order)}
     by_pass = grouped(settings.values(), lambda setting: setting["pass"])
-    varying = {
-        pass_: {name for name in PANEL_FIELDS if len({setting[name] for setting in members}) > 1}
-        for pass_, members in by_pass.items()
-    }
+    differing = {pass_: varying(PANEL_FIELDS, members) for pass_, members in by_pass.items()}
     names: set[str] = set()
     panels = []
     for key, setting in settings.items():
-        differing = varying[setting["pass"]]
-        name = unique_name(panel_name(setting, results.environments, differing), names)
-        panels.append(_panel(setting, groups[key], name, results, differing))
+        apart = differing[setting["pass"]]
+        name = unique_name(panel_name(setting, results.environments, apart), names)
+        panels.append(_panel(setting, groups[key], name, results, apart))
     return panels
 
 
 def _panel(
-    setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, varying: set[str]
+    setting: Mapping[str, Any], members: Sequence[Observation], name: str, results: Results, apart: set[str]
 ) -> Panel:
     by_label = grouped(members, lambda one: one.label)
     series = [make_series(label, by_label[label], setting["pass"], results) for label in sorted(by_label)]
@@ -281,8 +278,8 @@ def _panel(
         if setting["is_causal"] and each.points and each.claim.routing_sees_future
     ]
     return Panel(
-        title=panel_title(setting, results.environments, varying),
-        subtitle="; ".join([panel_subtitle(setting, results.environments, varying), *caveats]),
+        title=panel_title(setting, results.environments, apart),
+        subtitle="; ".join([panel_subtitle(setting, results.environments, apart), *caveats]),
         caveats=tuple(caveats),
         name=name,
         series=tuple(series),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean
 
 import numpy as np
 
 from attn_zoo.records import Record
 from attn_zoo.report.analysis.floor import TWO_SIDED, Standing, judge, ranked_marks, size_error, size_interval
-from attn_zoo.report.analysis.grouping import grouped
+from attn_zoo.report.analysis.grouping import grouped, varying
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.observations import NOT_RUN, Results
 from attn_zoo.report.analysis.training_runs import (
@@ -240,10 +240,9 @@ def make_accuracy_groups(results: Results) -> list[AccuracyGroup]:
         name = slug(
             *(setting.task, setting.level, setting.protocol, "causal" if setting.is_causal else "", setting.exchange)
         )
-        others = alike[_kind_of(setting)]
-        varying = {field.name for field in fields(Setting) if len({getattr(one, field.name) for one in others}) > 1}
-        varying |= {"replaces"}  # a title says it always
-        groups.append(_group(setting, runs, results, unique_name(name, names), varying))
+        others = [asdict(one) for one in alike[_kind_of(setting)]]
+        apart = varying(Setting.__slots__, others) | {"replaces"}  # a title says it always
+        groups.append(_group(setting, runs, results, unique_name(name, names), apart))
     return groups
 
 
@@ -252,9 +251,9 @@ def _kind_of(setting: Setting) -> tuple[str, bool]:
     return _task_title(setting), bool(setting.replaces)
 
 
-def _task_title(setting: Setting, varying: Container[str] = ()) -> str:
+def _task_title(setting: Setting, apart: Container[str] = ()) -> str:
     """Return task and level, with those settings that tell the group from others of them."""
-    said = [setting.level, "causal" if setting.is_causal else "", *setting.words(varying)]
+    said = [setting.level, "causal" if setting.is_causal else "", *setting.words(apart)]
     details = ", ".join(filter(None, said))
     return f"{setting.task} ({details})" if details else setting.task
 
@@ -269,7 +268,7 @@ def _means(marks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _group(
-    setting: Setting, every: Sequence[TrainingRun], results: Results, name: str, varying: Container[str]
+    setting: Setting, every: Sequence[TrainingRun], results: Results, name: str, apart: Container[str]
 ) -> AccuracyGroup:
     seeds = by_seed(every)
     runs = [own[-1] for own in seeds]
@@ -285,7 +284,7 @@ def _group(
         for label, start in trials
     }
     ran = {names[key]: trials[key] for key in trials if any(run.record.status != "unsupported" for run in members[key])}
-    title = _task_title(setting, varying)
+    title = _task_title(setting, apart)
     chance = fmean(score.chance for score in scores) if scores else None
     floors = _means([score.floors for score in scores])
     marks = ranked_marks(floors, chance, metric)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from attn_zoo.errors import counted
+from attn_zoo.report.analysis.grouping import varying
 from attn_zoo.report.analysis.metric import Metric
 from attn_zoo.report.analysis.scores import LEAST_SEEDS
 from attn_zoo.report.tables.error_tables import error_text
@@ -87,9 +88,9 @@ def times_table(rows: Sequence[Row]) -> Table:
 
 def settings_apart(rows: Sequence[Row]) -> list[str]:
     """Return for each row what tells its cell from those of other settings; empty where all have the same."""
-    varying = {name for name in (*PANEL_FIELDS, *_MORE) if len({row.get(name) for row in rows}) > 1}
-    more = {name: say for name, say in _MORE.items() if name in varying}
-    said = [[*(say(row[name]) for name, say in more.items()), *setting_words(row, varying)] for row in rows]
+    apart = varying((*PANEL_FIELDS, *_MORE), rows)
+    more = {name: say for name, say in _MORE.items() if name in apart}
+    said = [[*(say(row[name]) for name, say in more.items()), *setting_words(row, apart)] for row in rows]
     return [", ".join(filter(None, words)) for words in said]
 
 
