@@ -17,12 +17,11 @@ NOT_AXES = frozenset({"value", "num_items", "floor"})
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Mean score of one label over seeds, with its 95 % t-interval, at a place: one value for each axis."""
+    """Mean score of one label over seeds, with the ends of its 95 % t-interval, at a place: one value for each axis."""
 
     place: tuple[float, ...]
     mean: float
-    low: float | None
-    high: float | None
+    ends: tuple[float, float] | None
 
 
 def axes_of(group: AccuracyGroup) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ def parts(score: LabelScore, axes: Sequence[str]) -> list[Part]:
     made = []
     for place in sorted({place for own in every for place in own}):
         values = [own[place] for own in every if place in own]
-        made.append(Part(place, fmean(values), *(mean_interval(values) or (None, None))))
+        made.append(Part(place, fmean(values), mean_interval(values)))
     return made
 
 

@@ -142,11 +142,7 @@ def _draw_curves(
         tips = tuple(f"{score.name}, {_place(axes[0], x)}: {metric.show(y)}" for x, y in points)
         tag = Tag(of=score.name, tips=tips)
         draw_curve(panel, points, look, DASHED if score.start else SOLID, tag=tag)
-        bars = [
-            (part.place[0], (part.low, part.high))
-            for part in curve
-            if part.low is not None and part.high is not None and not _says_little(part, metric)
-        ]
+        bars = [(part.place[0], part.ends) for part in curve if part.ends and not _says_little(part, metric)]
         style: dict[str, Any] = {"color": look.colour, "lw": 1.2, "alpha": 0.7, "zorder": 2}
         draw_intervals(panel, bars, metric.bounds, tag=Tag(of=score.name), **style)
     _property_axis(panel, _values(curves, 0), _axis_words(axes[0]))
@@ -157,10 +153,10 @@ def _draw_curves(
 
 def _says_little(part: Part, metric: Metric) -> bool:
     """Tell whether an interval excludes next to nothing: bars of several curves from end to end would hide others."""
-    if part.low is None or part.high is None:
+    if part.ends is None:
         return False
-    least, most = metric.bounds
-    return min(part.high, most) - max(part.low, least) > 0.9 * (most - least)
+    (low, high), (least, most) = part.ends, metric.bounds
+    return min(high, most) - max(low, least) > 0.9 * (most - least)
 
 
 def _property_axis(axes: Axes, values: Sequence[float], words: str) -> None:

@@ -105,9 +105,9 @@ def test_parts_are_means_over_seeds_and_further_axes_weighted_by_items(tmp_path)
     assert axes_of(found) == ("seq_len", "depth")
     by_length = {part.place: part for part in parts(scores["full"], ("seq_len",))}
     assert by_length[(64.0,)].mean == pytest.approx((0.75 + 0.5) / 2)
-    assert by_length[(64.0,)].low is not None
+    assert by_length[(64.0,)].ends is not None
     assert by_length[(128.0,)].mean == 0.5  # the seed without it does not count as 0
-    assert by_length[(128.0,)].low is None
+    assert by_length[(128.0,)].ends is None
     assert len(parts(scores["full"], ("seq_len", "depth"))) == 3
 
 

@@ -236,7 +236,7 @@ def test_a_seed_that_ran_twice_is_one_seed(tmp_path):
     assert (score.mean, score.low, score.high, len(score.runs)) == (0.3, None, None, 1)  # the latest, and no interval
     assert accuracy_table(found).rows[0]["num_seeds"] == 1
     assert len(seed_curves(score, "validation", "steps")) == 1
-    assert parts(score, ("n",))[0].low is None
+    assert parts(score, ("n",))[0].ends is None
     (warning,) = analysis.results.warnings
     assert warning == (
         "listops (short): more than one cell of one seed, of which the latest that finished counts: full seed 0"
