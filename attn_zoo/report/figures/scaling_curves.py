@@ -78,8 +78,8 @@ def draw_time(panel: Panel, looks: Looks) -> Page | None:
     settled = [
         (curve, one)
         for curve in curves
-        for one in (*panel.crossings, *panel.device_crossings)
-        if one.is_main and one.label == curve.label and one.is_settled and one.result and one.result.length
+        for one in (panel.crossing(curve.label), panel.crossing(curve.label, is_device=True))
+        if one and one.is_settled and one.result and one.result.length
     ]
     is_any_device = any(one.quantity == "device" for _, one in settled)
     if settled:

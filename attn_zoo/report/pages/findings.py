@@ -370,10 +370,10 @@ def _crossing_line(panel: Panel) -> str:
     places, shown = {series.label: place for place, series in enumerate(_judged(panel))}, panel.shown_doubts
     every = [one for one in panel.crossings if one.is_main and one.result and len(one.result.lengths) > 1]
     every = sorted((one for one in every if one.label in places), key=lambda one: (one.rank, places[one.label]))
-    alone = {one.label: crossing_text(one, shown) for one in panel.device_crossings if one.is_main}
 
     def where(one: Crossing) -> str:
-        beside = f", on the GPU alone {alone[one.label]}" if one.label in alone else ""
+        alone = panel.crossing(one.label, is_device=True)
+        beside = f", on the GPU alone {crossing_text(alone, shown)}" if alone else ""
         return crossing_text(one, shown) + beside
 
     said = []
