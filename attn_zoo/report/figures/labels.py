@@ -178,13 +178,6 @@ class PointName:
     of: str = ""
 
 
-def mark_boxes(axes: Axes, names: Sequence[PointName]) -> list[Box]:
-    """Return the squares around the marks of the points. Limits and scales of the axes must be final."""
-    pixels = axes.transData.transform([(name.x, name.y) for name in names]).tolist()
-    scale = _figure_of(axes).dpi / 72
-    return [square(x, y, name.radius * scale) for (x, y), name in zip(pixels, names, strict=True)]
-
-
 def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: Sequence[Box]) -> None:
     """Write each name as near to its point as it can stand, joined by a thin line where that is not beside it.
 
@@ -192,12 +185,13 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
     is taken. Limits and scales of the axes must be final.
     """
     figure = _figure_of(axes)
-    marks = mark_boxes(axes, names)
-    middles = [_middle(mark) for mark in marks]
+    middles = axes.transData.transform([(name.x, name.y) for name in names]).tolist()
+    radii = [name.radius * figure.dpi / 72 for name in names]
+    marks = [square(x, y, radius) for (x, y), radius in zip(middles, radii, strict=True)]
     crowds = [sum(1 / (1 + math.dist(middle, other)) for other in middles) for middle in middles]
     words = list(taken)
     for index in sorted(range(len(names)), key=lambda index: (-crowds[index], index)):
-        name, (x, y), radius = names[index], middles[index], (marks[index][2] - marks[index][0]) / 2
+        name, (x, y), radius = names[index], middles[index], radii[index]
         width, height = text_size(name.name, POINT_NAME_SIZE, "bold")
         box = _place((x, y), radius, (figure.dpi * width + 3, figure.dpi * height), words, marks, frame)
         words.append(box)
@@ -206,7 +200,7 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
             ends = axes.transData.inverted().transform([near, (x, y)])
             line = axes.plot(ends[:, 0], ends[:, 1], color=name.colour, lw=0.7, alpha=0.6, zorder=2.2)
             Tag(of=name.of).put_on(*line)
-        across, up = _middle(box)
+        across, up = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
         style: dict[str, Any] = {"fontsize": POINT_NAME_SIZE, "fontweight": "bold", "color": name.colour}
         text = figure.text(
             across / figure.bbox.width, up / figure.bbox.height, name.name, ha="center", va="center", **style
@@ -217,10 +211,6 @@ def draw_point_names(axes: Axes, names: Sequence[PointName], frame: Box, taken: 
 def _nearest(point: tuple[float, float], box: Box) -> tuple[float, float]:
     """Return the point of a box that is nearest to this one."""
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
-
-
-def _middle(box: Box) -> tuple[float, float]:
-    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
 
 
 _ANGLES = [math.radians(angle) for angle in (0, 90, 180, 270, 45, 135, 315, 225, 20, 340, 160, 200, 65, 115, 245, 295)]

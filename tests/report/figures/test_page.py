@@ -14,7 +14,6 @@ from attn_zoo.report.figures.labels import (
     covered,
     draw_point_names,
     line_box,
-    mark_boxes,
     square,
 )
 from attn_zoo.report.figures.page import TITLE_SIZE, WIDTH, Page, text_size
@@ -92,9 +91,9 @@ def test_the_name_of_a_point_keeps_off_other_marks():
         (axes,) = page.panels(height=3.0)
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1)
-        (own,) = mark_boxes(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)])
+        x, y = axes.transData.transform((0.5, 0.5))
         width = 100 * text_size("mine", POINT_NAME_SIZE, "bold")[0]
-        other = square(own[2] + width + 12, (own[1] + own[3]) / 2, 3.0)  # to the right of the first place
+        other = square(x + 3.0 * 100 / 72 + width + 12, y, 3.0)  # to the right of the first place
         inside = axes.get_window_extent()
         frame = inside.x0, inside.y0, inside.x1, inside.y1
         draw_point_names(axes, [PointName("mine", "black", 0.5, 0.5, 3.0)], frame, [other])
