@@ -284,7 +284,7 @@ def crossings(
     longest, found = max(series.points[-1].seq_len for series in exact), []
     for series in (one for one in every if one.points and not (one.is_exact or one.is_simulated)):
         main = _crossing(series.label, fastest.label, pairs_of(series, fastest), quantity, is_main=True)
-        others = [one for one in exact if one.label != main.against] if len(exact) > 1 else []
+        others = [one for one in exact if one.label != main.against]  # none where there is one exact series
         own = [_crossing(series.label, one.label, pairs_of(series, one), quantity, is_main=False) for one in others]
         for one in (main, *own):
             last = one.result.lengths[-1] if one.result is not None else 0
