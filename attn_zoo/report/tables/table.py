@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from attn_zoo.report.wording import MARKS, outcome
+from attn_zoo.report.wording import MARKS
 from attn_zoo.units import Units, clean, human_ms, shorten, with_ends
 
 Row = Mapping[str, Any]
@@ -230,7 +230,7 @@ def interval_values(key: str, value: float | None, low: float | None, high: floa
 
 
 def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
-    """Return a column of a median time with its interval and the marks of `marks`, or of what became of the cell.
+    """Return a column of a median time with its interval and the marks of `marks`, or of its `word` where it has none.
 
     All times have one unit. The suffix is that of the keys `median_ms`, `low_ms` and `high_ms`.
     """
@@ -239,7 +239,7 @@ def time_column(heading: str, suffix: str = "", priority: float = 1) -> Column:
     def column(units: Units) -> Column:
         def show(row: Row) -> str:
             if row[median] is None:
-                return str(row.get("word") or outcome(row["status"]).word)
+                return str(row["word"])
             return marked(units.interval(row[median], row[low], row[high]), row.get(f"marks{suffix}", ""))
 
         return Column(
