@@ -10,7 +10,7 @@ def test_keys_and_items_stay_in_their_order():
 
 
 def test_names_with_several_values_vary():
-    rows = [{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None}]
+    rows: list[dict[str, int | None]] = [{"a": 1, "b": 2}, {"a": 1, "b": 3, "c": None}]
     assert varying(("a", "b", "c"), rows) == {"b"}, "what one row has not is None"
     assert varying(("a", "b"), rows[:1]) == varying(("a", "b"), []) == set()
 
