@@ -31,7 +31,6 @@ class Analysis:
         errors: distances from exact attention.
         accuracy: training.
         overviews: of several tasks trained alike.
-        labels: of everything, sorted: of two that would look alike in figures the later gets another look.
     """
 
     results: Results
@@ -39,7 +38,6 @@ class Analysis:
     errors: tuple[ErrorGroup, ...]
     accuracy: tuple[AccuracyGroup, ...]
     overviews: tuple[Overview, ...]
-    labels: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -102,7 +100,6 @@ def analyse(dirs: Iterable[str | Path], *, is_brief: bool = False) -> Analysis:
 
 def analysis_of(results: Results) -> Analysis:
     """Group what results say that were read already; see `analyse`."""
-    every = (*results.observations, *results.left)
     panels = tuple(make_panels(results))
     groups = tuple(make_accuracy_groups(results))
     doubts = tuple(f"{group.title}: {warning}" for group in groups for warning in group.warnings)
@@ -121,7 +118,6 @@ def analysis_of(results: Results) -> Analysis:
         errors=tuple(make_error_groups(results)),
         accuracy=groups,
         overviews=tuple(make_overviews(groups)),
-        labels=tuple(sorted({one.label for one in every}, key=lambda label: (label.casefold(), label))),
     )
 
 

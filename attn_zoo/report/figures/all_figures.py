@@ -122,7 +122,8 @@ def draw_pictures(analysis: Analysis, start: str = "", panels: Sequence[Panel] |
     Drawn are figures whose names begin with `start`; of scaling those of `panels`, by default of every one.
     """
     exact = {label for label, claim in analysis.claims.items() if claim.is_exact}
-    looks = make_looks(analysis.labels, exact, analysis.controls)
+    labels = sorted(analysis.claims, key=lambda label: (label.casefold(), label))
+    looks = make_looks(labels, exact, analysis.controls)
     for entry, name, subject in _subjects(analysis, analysis.panels if panels is None else panels):
         if name.startswith(start):
             with styled():
