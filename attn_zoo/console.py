@@ -60,8 +60,8 @@ class _Console(Console):
         return super().render_str(printable(text), **options)
 
 
-out = _Console(highlight=False, soft_wrap=False)
-err = _Console(stderr=True, highlight=False)
+out = _Console(highlight=False, emoji=False)
+err = _Console(stderr=True, highlight=False, emoji=False)
 
 
 def say(text: str) -> None:

@@ -811,6 +811,15 @@ def test_data_of_other_machines_need_not_be_here(call, monkeypatch):
     assert asked == [Path("/there/only")]
 
 
+def test_no_part_of_a_text_is_taken_for_a_picture(capsys):
+    text = "results/a:key:b"
+    console.say(text)
+    console.tell(text)
+    console.print_table("", ("file", "why"), [(text, text)])
+    said = capsys.readouterr()
+    assert (said.out + said.err).count(text) == 4
+
+
 def test_infinity_is_printed_as_json(capsys):
     console.print_json({"clip": float("inf"), "path": Path("run")})
     assert json.loads(capsys.readouterr().out) == {"clip": "Infinity", "path": "run"}
