@@ -221,6 +221,36 @@ class Variant:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who registers something, and from which file.
+
+    Args:
+        provider: package, distribution or file, for messages.
+        source: file that defines it.
+        plain_file: that another process must load first; empty for what discovery finds there too.
+        no_source: why there is no such file, for people.
+        beside: the file that the plain file imports and that says it, if another; it may be imported anew by another
+            such file.
+        digest: of the plain file and of what it imports from beside it, else of the source; as they are now.
+    """
+
+    provider: str
+    source: str = ""
+    plain_file: str = ""
+    no_source: str = ""
+    beside: str = ""
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        source = Path(self.source)
+        if self.plain_file:
+            digest = own_digest(Path(self.plain_file))
+        else:
+            digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else ""
+        object.__setattr__(self, "digest", digest)
+
+
 @dataclass
 class Registry(Generic[_Entry]):
     """Names and entries of one kind, discovered on first use.
@@ -236,9 +266,7 @@ class Registry(Generic[_Entry]):
     discover: Callable[[], list[LoadFailure]]
     failures: list[LoadFailure] = field(default_factory=list)
     _entries: dict[str, _Entry] = field(default_factory=dict)
-    _providers: dict[str, str] = field(default_factory=dict)
-    _plain_files: dict[str, tuple[str, str]] = field(default_factory=dict)  # each with its digest
-    _beside: dict[str, str] = field(default_factory=dict)  # files that plain files import
+    _origins: dict[str, Origin] = field(default_factory=dict)
     _is_discovered: bool = False
     _lock: ClassVar[RLock] = RLock()  # one for all: what one registry discovers may ask another
 
@@ -258,9 +286,7 @@ class Registry(Generic[_Entry]):
         return tuple(self._entries)
 
     def _forget(self, name: str) -> None:
-        del self._entries[name], self._providers[name]
-        self._plain_files.pop(name, None)
-        self._beside.pop(name, None)
+        del self._entries[name], self._origins[name]
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -270,43 +296,29 @@ class Registry(Generic[_Entry]):
             yield
         except BaseException:
             for name in set(self._entries) - before:
-                if was_discovered or name in self._plain_files:
+                if was_discovered or self._origins[name].plain_file:
                     self._forget(name)
             raise
 
-    def add(
-        self, name: str, entry: _Entry, provider: str, plain_file: str = "", digest: str = "", beside: str = ""
-    ) -> None:
-        """Register `entry`; a name that is taken is an error that names both providers.
-
-        Args:
-            name: of the entry.
-            entry: what is registered; one that was typed may be typed anew.
-            provider: for messages.
-            plain_file: that another process must load first; empty for what discovery finds there too.
-            digest: of that file and of what it imports from beside it, as they are now.
-            beside: the file that it imports and that says it, if another; it may be imported anew by another such file.
-        """
+    def add(self, name: str, entry: _Entry, origin: Origin) -> None:
+        """Register `entry`, which may be typed anew; a name that is taken is an error that names both providers."""
+        plain_file, beside = origin.plain_file, origin.beside
         is_text = isinstance(name, str)  # users are not type-checked
         if not (is_text and name.replace("_", "a").isalnum() and name == name.lower() and name.isascii()):
-            raise ConfigError(
-                provider, [("", f"{self.kind} name must be lower-case letters, digits and '_'; got {name!r}")]
-            )
+            rule = f"{self.kind} name must be lower-case letters, digits and '_'; got {name!r}"
+            raise ConfigError(origin.provider, [("", rule)])
         if plain_file and not is_trial():
             self._load()  # so that a name that is taken is refused here, where it can be changed
-        other, before = self._plain_files.get(name, ("", ""))
-        is_same = plain_file != "" and plain_file == other
+        other = self._origins.get(name, Origin(""))
+        is_same = plain_file != "" and plain_file == other.plain_file
         # Typed anew, or a module of a notebook that was changed and reloaded.
-        is_anew = (is_typed(plain_file) and is_typed(other)) or (is_same and digest != before)
-        is_anew = is_anew or (beside not in ("", other) and beside == self._beside.get(name))
+        is_anew = (is_typed(plain_file) and is_typed(other.plain_file)) or (is_same and origin.digest != other.digest)
+        is_anew = is_anew or (beside not in ("", other.plain_file) and beside == other.beside)
         if name in self._entries and not is_anew:
-            whose = f"another class of {provider}" if is_same else other or self._providers[name]
-            how = _who_imports(plain_file, other) or "choose another name"
-            raise ConfigError(provider, [("", f"{self.kind} {name!r} is already registered by {whose}; {how}")])
-        self._entries[name] = entry
-        self._providers[name] = provider
-        if plain_file:
-            self._plain_files[name], self._beside[name] = (plain_file, digest), beside
+            whose = f"another class of {origin.provider}" if is_same else other.plain_file or other.provider
+            how = _who_imports(plain_file, other.plain_file) or "choose another name"
+            raise ConfigError(origin.provider, [("", f"{self.kind} {name!r} is already registered by {whose}; {how}")])
+        self._entries[name], self._origins[name] = entry, origin
 
     def plain_file(self, name: str) -> str:
         """Return the plain file that another process must load to know `name`, or an empty string.
@@ -314,13 +326,14 @@ class Registry(Generic[_Entry]):
         Raises:
             ConfigError: it, or something it needs, was changed or typed anew since; or the file is gone.
         """
-        file, digest = self._plain_files.get(name, ("", ""))
+        origin = self._origins.get(name, Origin(""))
+        file = origin.plain_file
         if has_changed(file):
             changed = "it, or something it needs, was changed or typed anew since"
             raise ConfigError(name, [("", f"{changed}: run the cell that registers it, after all of that")])
         if file and not Path(file).is_file():
             raise ConfigError(name, [("", f"{file}, which registers it, is gone: load it from where it is now")])
-        if file and own_digest(Path(file)) != digest:
+        if file and own_digest(Path(file)) != origin.digest:
             changed = f"{file}, or what it imports from beside it, was changed since it was loaded"
             raise ConfigError(name, [("", f"{changed}: load it again (attn_zoo.load_file)")])
         return file
@@ -332,7 +345,7 @@ class Registry(Generic[_Entry]):
 
     def remove_file(self, plain_file: str) -> None:
         """Forget what a plain file registered."""
-        for name in [name for name, (file, _) in self._plain_files.items() if file == plain_file]:
+        for name in [name for name, origin in self._origins.items() if origin.plain_file == plain_file]:
             self._forget(name)
 
     def __getitem__(self, name: str) -> _Entry:
@@ -342,12 +355,12 @@ class Registry(Generic[_Entry]):
         if name not in self._entries:
             failed = ", ".join(sorted({failure.provider for failure in self.failures}))
             why = f", and why {failed} could not be loaded" if failed else ""
-            see = f"{self.see} shows all {len(self._entries) - len(self._plain_files)}{why}"
-            for file in dict.fromkeys(file for file, _ in self._plain_files.values()):
-                own = ", ".join(repr(each) for each, (source, _) in self._plain_files.items() if source == file)
-                see += f"; {Path(file).name} registers {own}"
-            loaded = {file for file, _ in self._plain_files.values()}
-            if any(path.stem == name and str(path.resolve()) not in loaded for path in Path().glob("*.py")):
+            by_file: dict[str, list[str]] = {}
+            for each, origin in self._origins.items():
+                by_file.setdefault(origin.plain_file, []).append(repr(each))
+            see = f"{self.see} shows all {len(by_file.pop('', []))}{why}"
+            see += "".join(f"; {Path(file).name} registers {', '.join(own)}" for file, own in by_file.items())
+            if any(path.stem == name and str(path.resolve()) not in by_file for path in Path().glob("*.py")):
                 see += f"; {name}.py here is not loaded: --variant-file {name}.py, in Python attn_zoo.load_file"
             raise UnknownNameError(self.kind, name, sorted(self._entries), see)
         return self._entries[name]
@@ -419,28 +432,7 @@ def _something_or_nothing(path: Path) -> Iterator[None]:
             raise ConfigError(path.name, [("", f"registers no variant and no task: {how}")])
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Where a class comes from; `plain_file`: what another process must load, which does not find it by itself.
-
-    `beside` is the file that says it, where the plain file imports that.
-    """
-
-    provider: str
-    source: str = ""
-    plain_file: str = ""
-    no_source: str = ""
-    beside: str = ""
-
-    @property
-    def digest(self) -> str:
-        if self.plain_file:
-            return own_digest(Path(self.plain_file))
-        path = Path(self.source)
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
-
-
-def _origin(owner: Any, name: str, frame: FrameType) -> _Origin:
+def _origin(owner: Any, name: str, frame: FrameType) -> Origin:
     """Return where a class comes from that `frame` registers.
 
     Raises:
@@ -454,19 +446,19 @@ def _origin(owner: Any, name: str, frame: FrameType) -> _Origin:
         source = inspect.getsourcefile(owner) or ""
         package, _, rest = owner.__module__.partition(".")
         if is_offered(package):
-            return _Origin(package, source)
+            return Origin(package, source)
         if not plain_file_at_work() and rest:
             how = "name it as an entry point of its package, or load a file that imports it (attn_zoo.load_file)"
-            return _Origin(package, source, no_source=f"only this process has imported {owner.__module__}: {how}")
+            return Origin(package, source, no_source=f"only this process has imported {owner.__module__}: {how}")
         # A module that lies beside a notebook is a file to others.
         plain = plain_file_at_work() or source
-        return _Origin(Path(plain).name, plain, plain, beside="" if source == plain else source)
+        return Origin(Path(plain).name, plain, plain, beside="" if source == plain else source)
     try:
         source = write_typed(owner, frame, name)
     except ConfigError as error:
         text = f"{error.problems[0][1]}; write it to {name}.py and load that (attn_zoo.load_file)"
-        return _Origin(owner.__module__, no_source=text)
-    return _Origin(Path(source).name, source, source)
+        return Origin(owner.__module__, no_source=text)
+    return Origin(Path(source).name, source, source)
 
 
 def register_attention(
@@ -531,7 +523,7 @@ def _register(
         variant = describe(cls)(name=name, **said)
         if problems := _wrong_types(variant) or _problems(cls, root, variant.capabilities):
             raise ConfigError(origin.provider, problems)
-        variants.add(name, variant, origin.provider, origin.plain_file, origin.digest, origin.beside)
+        variants.add(name, variant, origin)
         cls.variant = variant  # type: ignore[attr-defined]
         return cls
 
@@ -633,7 +625,7 @@ def register_task(name: str) -> Callable[[_Class], _Class]:
         root = _root(cls, "AbstractTask", name, origin.provider)
         if problems := [*_left_out(cls, root), *_wrong_levels(cls, root)]:
             raise ConfigError(origin.provider, problems)
-        tasks.add(name, cls, origin.provider, origin.plain_file, origin.digest, origin.beside)
+        tasks.add(name, cls, origin)
         cls.name = name  # type: ignore[attr-defined]
         if origin.plain_file:
             # The digest of its data is of its version, which nobody raises who tries things out in a file.

@@ -19,6 +19,7 @@ from attn_zoo import AbstractAttention, AbstractMixer, Capabilities, Complexity,
 from attn_zoo.discovery.providers import LoadFailure
 from attn_zoo.errors import UnknownNameError
 from attn_zoo.registry import (
+    Origin,
     Registry,
     config_digest,
     make_config,
@@ -73,7 +74,7 @@ def new_registry(failures=()):
 def test_bad_names_are_refused(name):
     registry, _ = new_registry()
     with pytest.raises(ConfigError, match="lower-case letters, digits and '_'"):
-        registry.add(name, object(), "me")
+        registry.add(name, object(), Origin("me"))
 
 
 @pytest.mark.parametrize("name", [None, 7, ["full"]])
@@ -85,15 +86,15 @@ def test_what_is_no_text_names_nothing(name):
 
 def test_a_taken_name_names_both_providers():
     registry, _ = new_registry()
-    registry.add("one", 1, "first_package")
+    registry.add("one", 1, Origin("first_package"))
     with pytest.raises(ConfigError, match="second_package: thing 'one' is already registered by first_package"):
-        registry.add("one", 2, "second_package")
+        registry.add("one", 2, Origin("second_package"))
     assert registry["one"] == 1
 
 
 def test_unknown_names_name_near_matches_and_the_command():
     registry, _ = new_registry()
-    registry.add("linformer", 1, "me")
+    registry.add("linformer", 1, Origin("me"))
     with pytest.raises(UnknownNameError, match=r"did you mean 'linformer'\?  \(things list shows all 1\)"):
         _ = registry["linfromer"]
     with pytest.raises(UnknownNameError):
@@ -106,7 +107,7 @@ def test_an_unknown_name_may_be_that_of_a_file_here_that_nobody_loaded(tmp_path,
     registry, _ = new_registry()
     with pytest.raises(UnknownNameError, match=r"; mine\.py here is not loaded: --variant-file mine\.py, in Python"):
         _ = registry["mine"]
-    registry.add("other", 1, "me", plain_file=str(tmp_path / "mine.py"))
+    registry.add("other", 1, Origin("me", plain_file=str(tmp_path / "mine.py")))
     with pytest.raises(UnknownNameError, match=r"; mine\.py registers 'other'\)"):
         _ = registry["mine"]
 
@@ -120,7 +121,7 @@ def test_an_unknown_name_may_be_that_of_a_provider_that_could_not_be_loaded():
 def test_names_are_listed_sorted_and_discovered_once():
     registry, calls = new_registry([LoadFailure(provider="broken", reason="ValueError: no")])
     for name in ("b", "a"):
-        registry.add(name, name.upper(), "me")
+        registry.add(name, name.upper(), Origin("me"))
     assert not calls
     assert list(registry) == ["a", "b"]
     assert len(registry) == 2
@@ -148,7 +149,7 @@ def test_a_thread_waits_for_what_another_discovers():
     def discover():
         has_begun.set()
         time.sleep(0.1)
-        registry.add("one", 1, "me")
+        registry.add("one", 1, Origin("me"))
         return []
 
     registry: Registry[int] = Registry("thing", "things list", discover)
