@@ -103,13 +103,7 @@ class AttnZooError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are rebuilt from their message alone, which is not what our constructors take; workers send errors
         # between processes.
-        return _rebuild, (type(self), self.args, self.__dict__)
-
-
-def _rebuild(kind: type[AttnZooError], args: tuple[object, ...], state: dict[str, object]) -> AttnZooError:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class UnsupportedError(AttnZooError):
