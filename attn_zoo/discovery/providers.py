@@ -39,17 +39,6 @@ _tried: dict[str, str] = {}
 """Why a provider must not be imported, by its module; empty where it may be."""
 
 
-def _guarded(provider: str, load: Callable[[], object], guard: Guard) -> list[LoadFailure]:
-    try:
-        with guard(), redirect_stdout(sys.stderr):  # what a provider prints is not what was asked for
-            load()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plug-in may even call sys.exit: none of it may take the others down
-        return [LoadFailure(provider=provider, reason=reason_of(error))]
-    return []
-
-
 def forget_modules(names: Iterable[str]) -> None:
     """Let the next import of these modules run them anew."""
     for name in names:
@@ -64,21 +53,27 @@ def tried_imports() -> dict[str, str]:
     return {_TRIED: json.dumps(tried)} if tried else {}
 
 
-def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> list[LoadFailure]:
-    provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
+def _load_entry_point(entry: EntryPoint, guard: Guard, timeout_s: float) -> str:
+    """Import what an entry point names; return why it cannot be loaded, or an empty text."""
     module = entry.value.partition(":")[0]
     found = {**json.loads(os.environ.get(_TRIED, "{}")), **_tried}.get(module)
     if found is None:
-        found = why_not_import(module, "import importlib; importlib.import_module(sys.argv[1])", timeout_s)
-    _tried[module] = found or ""
-    if _tried[module]:
-        return [LoadFailure(provider=provider, reason=_tried[module])]
+        found = why_not_import(module, "import importlib; importlib.import_module(sys.argv[1])", timeout_s) or ""
+    _tried[module] = found
+    if found:
+        return found
     before = set(sys.modules)
-    failures = _guarded(provider, entry.load, guard)
-    if failures:  # what its other modules had registered is forgotten, and the next entry point may name one of them
+    try:
+        with guard(), redirect_stdout(sys.stderr):  # what a provider prints is not what was asked for
+            entry.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may even call sys.exit: none of it may take the others down
+        # What its other modules had registered is forgotten, and the next entry point may name one of them.
         package = module.partition(".")[0]
         forget_modules(name for name in set(sys.modules) - before if name.partition(".")[0] == package)
-    return failures
+        return reason_of(error)
+    return ""
 
 
 def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> list[LoadFailure]:
@@ -94,7 +89,9 @@ def discover(group: str, guard: Guard, timeout_s: float = IMPORT_TIMEOUT_S) -> l
     if is_trial():  # a module on trial that asks for the variants must not be blamed for its neighbours
         return failures
     for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
-        failures += _load_entry_point(entry, guard, timeout_s)
+        if reason := _load_entry_point(entry, guard, timeout_s):
+            provider = f"{entry.dist.name} ({entry.value})" if entry.dist else entry.value
+            failures.append(LoadFailure(provider=provider, reason=reason))
     return failures
 
 
