@@ -211,13 +211,9 @@ def restored(*, has_generators: bool = True) -> Iterator[State]:
     try:
         yield before
     finally:
-        _put_back(before)
-
-
-def _put_back(before: State) -> None:
-    for setting in _SETTINGS:
-        if setting.name in before and setting.read() != before[setting.name]:
-            setting.write(before[setting.name])
+        for setting in _SETTINGS:
+            if setting.name in before and setting.read() != before[setting.name]:
+                setting.write(before[setting.name])
 
 
 @contextmanager
@@ -226,23 +222,18 @@ def settings_kept() -> Iterator[None]:
 
     For calls that are timed: at their length nothing has been checked before. Takes a tenth of a millisecond.
     """
-    before, cause = read_state(has_generators=False), None
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        _put_back(before)
-        raise
-    except Exception as error:  # perhaps because of the change
-        cause = error
-    except BaseException:
-        _put_back(before)
-        raise
-    changed = changes(before)
-    _put_back(before)
-    for name, how in changed.items():
-        raise GateError("global_state", f"a call changes {name}: {how}") from cause
-    if cause is not None:
-        raise cause
+    with restored(has_generators=False) as before:
+        cause = None
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # perhaps because of the change
+            cause = error
+        for name, how in changes(before).items():
+            raise GateError("global_state", f"a call changes {name}: {how}") from cause
+        if cause is not None:
+            raise cause
 
 
 @contextmanager
