@@ -74,25 +74,16 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn a full disk met in the block into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise _DiskFullError(f"{path}: {error.strerror}; nothing of it was left behind") from None
-
-
-@contextmanager
-def _placing(path: Path) -> Iterator[None]:
-    """Turn what the system says against a file or folder at a place into one sentence; a full disk is named outside."""
+def _naming(path: Path, *, is_place: bool = False) -> Iterator[None]:
+    """Turn a full disk met in the block into one sentence; where `is_place`, whatever the system says against it."""
     try:
         yield
     except OSError as error:
         if error.errno in DISK_FULL:
-            raise
-        raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+            raise _DiskFullError(f"{path}: {error.strerror}; nothing of it was left behind") from None
+        if is_place:
+            raise FolderError(f"{path}: cannot be written: {error.strerror}") from None
+        raise
 
 
 @contextmanager
@@ -131,7 +122,7 @@ def whole_file(path: Path, *, replace: bool = False) -> Iterator[Path]:
     if not replace:
         _must_be_new(path)
     with _naming(path), ExitStack() as stack:
-        with _placing(path):
+        with _naming(path, is_place=True):
             temporary = stack.enter_context(_renamed(path))
         yield temporary
 
@@ -174,7 +165,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             the exit code of a `StoreError`.
     """
     _must_be_new(path)
-    with _naming(path), _placing(path):
+    with _naming(path, is_place=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name[:100]}-", suffix=".tmp"))
     try:
