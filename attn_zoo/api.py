@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from attn_zoo.displays import Checks, Run
 from attn_zoo.errors import ConfigError, FolderError, UnknownNameError, UnsupportedError, suggestion
+from attn_zoo.metadata import DEVICES
 
 if TYPE_CHECKING:
     from attn_zoo.matrix.drive.run_plan import Engine, Standing
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 MatrixLike = str | Path | Mapping[str, Any]
 """A TOML file, the name of a shipped matrix, or what such a file would say."""
-
-DEVICES = ("cpu", "cuda")
 
 
 def load(*folders: str | Path | Iterable[str | Path]) -> Run:
