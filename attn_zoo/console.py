@@ -240,23 +240,23 @@ def option_rows(info: VariantInfo) -> list[tuple[str, str, str]]:
     return [
         (
             one.name,
-            "required" if one.name in needed else _in_toml(to_jsonable_python(one.default, fallback=str)),
+            "required" if one.name in needed else in_toml(to_jsonable_python(one.default, fallback=str)),
             f"{one.summary} ({types[one.name]})".strip(),
         )
         for one in info.options
     ]
 
 
-def _in_toml(value: Any) -> str:
+def in_toml(value: Any) -> str:
     """Return plain data as TOML; what it has no word for is what an option means that is left out.
 
-    >>> _in_toml([1, "two", True, None]), _in_toml({"step": float("inf")})
+    >>> in_toml([1, "two", True, None]), in_toml({"step": float("inf")})
     ('[1, "two", true, unset]', '{step = inf}')
     """
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name} = {_in_toml(each)}' for name, each in value.items())}}}"
+        return f"{{{', '.join(f'{name} = {in_toml(each)}' for name, each in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_in_toml, value))}]"
+        return f"[{', '.join(map(in_toml, value))}]"
     if isinstance(value, float):
         return repr(value)
     return "unset" if value is None else json.dumps(value, ensure_ascii=False)

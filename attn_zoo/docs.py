@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attn_zoo.console import in_toml
 from attn_zoo.errors import ConfigError
 from attn_zoo.metadata import big_o
 
@@ -128,20 +129,16 @@ def _type(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
-    return (
-        {"object": "table", None: "any"}.get(schema.get("type"), str(schema.get("type")))
-        if "$ref" not in schema
-        else "name or table"
-    )
+    if "$ref" in schema:
+        return "name or table"
+    return {"object": "table", None: "any"}.get(schema.get("type"), str(schema.get("type")))
 
 
 def _toml(value: Any) -> str:
     """Return a value as a matrix writes it; a list of one as its value."""
     if value is None or value == {}:
         return "absent"
-    if isinstance(value, list | tuple):
-        return _toml(value[0]) if len(value) == 1 else f"[{', '.join(map(_toml, value))}]"
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
+    return in_toml(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def markdown_text(text: str) -> str:
