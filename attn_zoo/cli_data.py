@@ -192,11 +192,10 @@ def show(
     with _told(made, split):
         examples = made.split(name)
     spec = made.spec
-    console.out.print(
+    console.say(
         f"{task}, level {made.level}, {split}: {counted(len(examples), 'example')} of at most "
         f"{counted(spec.max_seq_len, 'token')}, {counted(spec.num_classes, 'class', 'classes')}, "
-        f"chance is {spec.chance:g} ({spec.metric.replace('_', ' ')})",
-        soft_wrap=True,
+        f"chance is {spec.chance:g} ({spec.metric.replace('_', ' ')})"
     )
     for index in range(min(count, len(examples))):
         example = examples.example(index)

@@ -26,6 +26,7 @@ from rich.text import Text
 from attn_zoo.errors import counted
 from attn_zoo.metadata import big_o
 from attn_zoo.records import ANSWERS
+from attn_zoo.units import some
 
 if TYPE_CHECKING:
     from attn_zoo.attention.build import VariantInfo
@@ -183,11 +184,11 @@ def print_variant(info: VariantInfo) -> None:
     """Print everything known about one variant."""
     paper = info.reference
     out.print(f"[bold]{escape(info.name)}[/bold]  {escape(info.summary)}")
-    out.print(f'{escape(paper.authors)} {paper.year}, "{escape(paper.title)}", {escape(paper.url)}', soft_wrap=True)
+    say(f'{paper.authors} {paper.year}, "{paper.title}", {paper.url}')
     if paper.equation:
         out.print(f"equation {escape(paper.equation)}")
     if paper.code:
-        out.print(f"authors' code: {escape(paper.code)}", soft_wrap=True)
+        say(f"authors' code: {paper.code}")
     for deviation in paper.deviations:
         out.print(f"differs: {escape(deviation)}")
     out.print()
@@ -316,9 +317,6 @@ def variant_data(info: VariantInfo) -> dict[str, Any]:
     }
 
 
-_MOST_NAMES = 3  # of checks that met one fault
-
-
 def print_checks(results: Checks) -> None:
     """Print one line per check, and beneath the table what failed with its smallest example."""
     told = {result.check for result in results.failed}
@@ -330,9 +328,8 @@ def print_checks(results: Checks) -> None:
         place = result.message.rpartition(" (")[2] if result.has_raised else ""
         faults.setdefault(place or result.message, []).append(result)
     for first, *others in faults.values():
-        names = ", ".join(result.check for result in (first, *others)[:_MOST_NAMES])
-        more = f" and {len(others) + 1 - _MOST_NAMES} more" if len(others) >= _MOST_NAMES else ""
-        out.print(f"[bold red]{escape(names)}{more}[/bold red]: {escape(first.message)}")
+        names = some(result.check for result in (first, *others))
+        out.print(f"[bold red]{escape(names)}[/bold red]: {escape(first.message)}")
         if first.example:
             out.print(f"  smallest example: {escape(first.example)}")
     out.print(escape(str(results)))
@@ -366,8 +363,7 @@ def print_plan(plan: Plan) -> None:
         if item.refusal:
             reasons.setdefault(item.refusal[1], []).append(item.cell.id)
     for reason, cells in reasons.items():
-        more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
-        out.print(f"refused: {escape(cells[0])}{more}: {escape(reason)}", soft_wrap=True)
+        say(f"refused: {some(cells, 1)}: {reason}")
     refused = sum(len(cells) for cells in reasons.values())
     rounds = max((item.repeats for item in plan.cells), default=1)
     repeated = sum(item.repeats > 1 and item.refusal is None for item in plan.cells)
@@ -375,11 +371,10 @@ def print_plan(plan: Plan) -> None:
     places = {(item.cell.device, item.cell.threads) for item in plan.cells if item.estimate_s is not None}
     rates = sorted({(device, assumed_rate(device, threads) / 1e9) for device, threads in places})
     assumed = "".join(f", at an assumed {rate:g} GFLOP/s in float32 on {device}" for device, rate in rates)
-    out.print(
+    say(
         f"{counted(len(plan.cells), 'cell')} on {plan.device}: {len(plan.cells) - refused} to run, {refused} refused; "
         f"{repeats}one after another they take {_amount(plan.estimate_s, _SECONDS)} (roughly{assumed}), "
-        "gates and evaluations not counted",
-        soft_wrap=True,
+        "gates and evaluations not counted"
     )
 
 
@@ -390,18 +385,16 @@ _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"))
 def print_summary(summary: Summary) -> None:
     """Print what a run did, what is left, and what to type next."""
     counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.counts.items())) or "no cell is complete"
-    out.print(f"{counts}  ({summary.new} new) in {escape(str(summary.folder))}", soft_wrap=True)
+    say(f"{counts}  ({summary.new} new) in {summary.folder}")
     if summary.left:
-        shown = [item.cell.id for item in summary.left[:5]]
-        more = f" and {len(summary.left) - len(shown)} more" if len(summary.left) > len(shown) else ""
         why = f" ({summary.stopped})" if summary.stopped else ""
-        out.print(f"{len(summary.left)} left{why}: {escape(', '.join(shown))}{more}", soft_wrap=True)
+        say(f"{len(summary.left)} left{why}: {some((item.cell.id for item in summary.left), 5)}")
         kept = f", with {counted(summary.num_repeats, 'repeat')} of them" if summary.num_repeats else ""
         out.print(f"the same command goes on from here{kept}{_old_records(summary.num_again)}")
     elif summary.missing_shards:
-        out.print(f"{escape(summary.missing_shards)}; attn-zoo merge joins the folders of all shards", soft_wrap=True)
+        say(f"{summary.missing_shards}; attn-zoo merge joins the folders of all shards")
     elif summary.counts:
-        out.print(f"next: attn-zoo report {escape(shlex.quote(str(summary.folder)))}", soft_wrap=True)
+        say(f"next: attn-zoo report {shlex.quote(str(summary.folder))}")
 
 
 def _old_records(num_again: int) -> str:
@@ -426,7 +419,7 @@ def print_reasons(found: Iterable[tuple[str, str, str]]) -> int:
             out.print()
         out.print(f"[bold]{what}[/bold]: {escape(why)}")
         for where in alike[:MOST_ALIKE]:
-            out.print(f"  {escape(where)}", soft_wrap=True)
+            say(f"  {where}")
         if len(alike) > MOST_ALIKE:
             out.print(f"  and {len(alike) - MOST_ALIKE:,} more")
     return sum(max(0, len(alike) - MOST_ALIKE) for alike in places.values())
@@ -463,6 +456,6 @@ def print_standing(now: Standing, ceilings: Sequence[str], folder: Path, files: 
     failures = counts.keys() - ANSWERS
     if failures == {"timeout"}:  # once more would take as long
         words = shlex.join(["--out", str(folder), *given, "--retry", "timeout"])
-        out.print(f"next: raise timeout_s in the matrix FILE, then attn-zoo run FILE {escape(words)}", soft_wrap=True)
+        say(f"next: raise timeout_s in the matrix FILE, then attn-zoo run FILE {words}")
     elif failures:
-        out.print(f"next: attn-zoo retry {escape(shlex.join([str(folder), *given]))}", soft_wrap=True)
+        say(f"next: attn-zoo retry {shlex.join([str(folder), *given])}")
