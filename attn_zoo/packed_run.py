@@ -116,11 +116,8 @@ def _unpack(path: Path, folder: Path, source: str) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
-            names = _checked_names(entries, source)
             left = MAX_BYTES
-            for entry, name in zip(entries, names, strict=True):
-                if name is None:
-                    continue
+            for name, entry in _read_entries(entries, source).items():
                 with archive.open(entry) as stream:
                     content = stream.read(min(MAX_FILE_BYTES, left) + 1)
                 left -= len(content)
@@ -133,8 +130,8 @@ def _unpack(path: Path, folder: Path, source: str) -> None:
         raise _refusal(source, f"damaged, or no packed run: {error}") from None
 
 
-def _checked_names(entries: Sequence[zipfile.ZipInfo], source: str) -> list[str | None]:
-    """Return for each entry its path within the results folder; None for what is not read."""
+def _read_entries(entries: Sequence[zipfile.ZipInfo], source: str) -> dict[str, zipfile.ZipInfo]:
+    """Return what a reader reads of an archive by its path within the results folder, where nothing is wrong in it."""
     if len(entries) > MAX_FILES:
         raise _refusal(source, f"it holds {len(entries)} files; at most {MAX_FILES} are read")
     for entry in entries:
@@ -148,12 +145,14 @@ def _checked_names(entries: Sequence[zipfile.ZipInfo], source: str) -> list[str 
     if not heads:
         raise _refusal(source, "it has no run.json, so it holds no results folder")
     top = heads[0].removesuffix("run.json")
-    inner = [entry.filename.removeprefix(top) if entry.filename.startswith(top) else "" for entry in entries]
-    names = [name if _READ.fullmatch(name) else None for name in inner]
-    known = [name for name in names if name is not None]
-    if len(known) != len(set(known)):
-        raise _refusal(source, "it holds several files of one name")
-    return names
+    found: dict[str, zipfile.ZipInfo] = {}
+    for entry in entries:
+        name = entry.filename.removeprefix(top)
+        if entry.filename.startswith(top) and _READ.fullmatch(name):
+            if name in found:
+                raise _refusal(source, "it holds several files of one name")
+            found[name] = entry
+    return found
 
 
 def _archive(revision: str, inner: str) -> bytes:
