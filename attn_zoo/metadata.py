@@ -135,15 +135,13 @@ class Capabilities:
         for name in self.why:
             if name not in (known := list(self.__dataclass_fields__)):
                 raise UnknownNameError("capability in why", name, known)
-        for name in self.dtypes if isinstance(self.dtypes, tuple) else ():
-            if name not in FLOAT_DTYPES:
-                raise UnknownNameError("dtype", str(name), FLOAT_DTYPES, f"dtypes are {', '.join(FLOAT_DTYPES)}")
-        for name in self.devices if isinstance(self.devices, tuple) else ():
-            if name not in DEVICES:
-                raise UnknownNameError("device", str(name), DEVICES, f"devices are {', '.join(DEVICES)}")
-        for field_name in ("dtypes", "devices"):
-            if not getattr(self, field_name):
-                raise ValueError(f"{field_name}: expected at least one; got nothing")
+        for kind, all_names in (("dtype", FLOAT_DTYPES), ("device", DEVICES)):
+            given = getattr(self, f"{kind}s")
+            if not given:
+                raise ValueError(f"{kind}s: expected at least one; got nothing")
+            for name in given if isinstance(given, tuple) else ():
+                if name not in all_names:
+                    raise UnknownNameError(kind, str(name), all_names, f"{kind}s are {', '.join(all_names)}")
         if type(self.seq_len_multiple) is int and self.seq_len_multiple < 1:
             raise ValueError(f"seq_len_multiple: expected at least 1; got {self.seq_len_multiple}")
         if "none" not in self.positions:
