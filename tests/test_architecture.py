@@ -250,10 +250,6 @@ def test_report_does_not_load_torch():
     assert not loaded & (OPTIONAL | {"torch"})
 
 
-def test_the_command_line_starts_without_torch():
-    assert "torch" not in _loaded_by("import attn_zoo.cli")
-
-
 def _public_objects() -> list[tuple[str, object]]:
     """Return every module, and every class and function defined in one, whose name has no underscore in front."""
     found: list[tuple[str, object]] = []

@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from attn_zoo import cli
 from attn_zoo.cli_data import table_rows
 from attn_zoo.registry import tasks
 from attn_zoo.tasks.sources.manifest import MANIFEST
 from attn_zoo.tasks.sources.source import Source
+from tests.conftest import Call
 from tests.tasks.sources.local_server import serve
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Answer]
-
-
 @pytest.fixture
-def call(capsys, monkeypatch, tmp_path) -> Call:
+def call(call: Call, monkeypatch, tmp_path) -> Call:
     """Run `attn-zoo data ARGUMENTS` in this process, in an empty folder, without local data."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
     for name in ("ATTN_ZOO_DATA", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["attn-zoo", "data", *arguments])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return run
+    return partial(call, "data")
 
 
 ROWS = {"/a.tsv": b"first\n", "/b.tsv": b"second\n"}
@@ -313,9 +291,3 @@ def test_every_command_explains_itself(call, command):
     assert "Usage" in answer.out
     assert "--data-dir" in answer.out
     assert "--help" in answer.out
-
-
-def test_the_commands_load_no_torch_before_they_run():
-    program = "import attn_zoo.cli_data, sys; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
