@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
@@ -22,31 +22,34 @@ if TYPE_CHECKING:
 MAX_POINTS = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Learning rates of a protocol.
+def protocol_rates(protocol: Protocol) -> dict[int, float]:
+    """Return the learning rate by the number of the update, from 1 to the last, in this order.
+
+    Of all updates, or of evenly spaced ones with warm-up's end among them.
+    """
+    stride = max(1, protocol.num_steps // MAX_POINTS)
+    chosen = {*range(1, protocol.num_steps + 1, stride), protocol.num_steps}
+    if 0 < protocol.warmup_steps <= protocol.num_steps:
+        chosen.add(protocol.warmup_steps)
+    return {
+        step: learning_rate(
+            protocol.schedule,
+            step,
+            base_lr=protocol.base_lr,
+            warmup_steps=protocol.warmup_steps,
+            num_steps=protocol.num_steps,
+            embed_dim=protocol.embed_dim,
+        )
+        for step in sorted(chosen)
+    }
+
+
+def schedule_map(name: str, task: str | None = None) -> Figure:
+    """Return the figure of the learning rate against the update, warm-up marked.
 
     Args:
-        protocol: with the settings of a task, where one is given.
-        steps: numbers of updates from 1 to the last: all of them, or evenly spaced with warm-up's end among them.
-        rates: of these updates.
-        has_settings: the task sets something of its own under this protocol.
-    """
-
-    protocol: Protocol
-    steps: tuple[int, ...]
-    rates: tuple[float, ...]
-    has_settings: bool = False
-
-    @property
-    def peak(self) -> tuple[int, float]:
-        """The update with the highest rate, the first of equal ones, and the rate."""
-        step, rate = max(zip(self.steps, self.rates, strict=True), key=lambda item: (item[1], -item[0]))
-        return step, rate
-
-
-def protocol_rates(name: str, task: str | None = None) -> Rates:
-    """Return the rates that a protocol uses, with the settings of a task where one is given.
+        name: of a protocol.
+        task: with the settings of this task, or none.
 
     Raises:
         UnknownNameError: no such protocol or task.
@@ -56,35 +59,14 @@ def protocol_rates(name: str, task: str | None = None) -> Rates:
         task_class: type[AbstractTask] = tasks[task]
         settings = task_class.settings.get(name)
     protocol = resolve_protocol(name, task_settings=settings)
-    stride = max(1, protocol.num_steps // MAX_POINTS)
-    chosen = {*range(1, protocol.num_steps + 1, stride), protocol.num_steps}
-    if 0 < protocol.warmup_steps <= protocol.num_steps:
-        chosen.add(protocol.warmup_steps)
-    steps = tuple(sorted(chosen))
-    rates = tuple(
-        learning_rate(
-            protocol.schedule,
-            step,
-            base_lr=protocol.base_lr,
-            warmup_steps=protocol.warmup_steps,
-            num_steps=protocol.num_steps,
-            embed_dim=protocol.embed_dim,
-        )
-        for step in steps
-    )
-    return Rates(protocol, steps, rates, bool(settings))
-
-
-def schedule_map(name: str, task: str | None = None) -> Figure:
-    """Return the figure of the learning rate against the update, warm-up marked; see `protocol_rates`."""
-    drawn = protocol_rates(name, task)
-    protocol, (peak_step, peak) = drawn.protocol, drawn.peak
+    rates = protocol_rates(protocol)
+    peak_step, peak = max(rates.items(), key=itemgetter(1))  # the first of equal ones
     of_task = f" for {task}" if task else ""
     note = (
         f"{counted(protocol.num_steps, 'update')} of batches of {protocol.batch_size}, {protocol.warmup_steps:,} of "
         f"them warm-up; schedule {protocol.schedule}, base rate {human_number(protocol.base_lr)}"
     )
-    if task and not drawn.has_settings:
+    if task and not settings:
         note += f"; {task} sets nothing of its own"
     if protocol.pretrain:
         note += f". Pretraining goes before, {counted(protocol.pretrain_steps, 'update')} that are not drawn"
@@ -93,7 +75,7 @@ def schedule_map(name: str, task: str | None = None) -> Figure:
         (axes,) = page.panels(height=3.2, left=0.95, right=0.35)
         axes.set_xlim(0, protocol.num_steps * 1.01)
         axes.set_ylim(0, peak * 1.16)
-        axes.plot(drawn.steps, drawn.rates, color=COLOURS[0], lw=1.9, zorder=3)
+        axes.plot(list(rates), list(rates.values()), color=COLOURS[0], lw=1.9, zorder=3)
         axes.plot([peak_step], [peak], marker="o", ms=5.5, mec="white", mfc=COLOURS[0], mew=0.8, zorder=4)
         words = f"highest: {human_number(peak)} at update {peak_step:,}"
         ha, across = ("left", 8) if peak_step < protocol.num_steps * 0.7 else ("right", -8)

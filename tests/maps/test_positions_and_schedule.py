@@ -14,6 +14,7 @@ from attn_zoo.maps.rate_curve import protocol_rates, schedule_map
 from attn_zoo.model.positions import sinusoidal_positions
 from attn_zoo.training.protocol import PROTOCOLS, learning_rate
 from attn_zoo.training.weights import load_trained
+from attn_zoo.units import human_number
 from tests.maps.test_attention_map import words_of
 
 
@@ -61,8 +62,9 @@ def test_any_size_can_be_drawn(length: int, dim: int, words: str):
 
 @pytest.mark.parametrize("name", list(PROTOCOLS))
 def test_rates_are_those_that_training_uses(name: str):
-    found, protocol = protocol_rates(name), PROTOCOLS[name]
-    for step, rate in list(zip(found.steps, found.rates, strict=True))[::97]:
+    protocol = PROTOCOLS[name]
+    found = protocol_rates(protocol)
+    for step, rate in list(found.items())[::97]:
         expected = learning_rate(
             protocol.schedule,
             step,
@@ -72,21 +74,19 @@ def test_rates_are_those_that_training_uses(name: str):
             embed_dim=protocol.embed_dim,
         )
         assert rate == expected
-    assert (found.steps[0], found.steps[-1]) == (1, protocol.num_steps)
-    assert protocol.warmup_steps in (0, *found.steps)
-    assert found.peak[1] == max(found.rates)
+    assert (min(found), max(found)) == (1, protocol.num_steps)
+    assert protocol.warmup_steps in (0, *found)
     figure = schedule_map(name)
     line = figure.axes[0].lines[0]
-    np.testing.assert_array_equal(np.asarray(line.get_ydata()), found.rates)
+    np.testing.assert_array_equal(np.asarray(line.get_data()), [list(found), list(found.values())])
     assert "warm-up" in words_of(figure)
+    assert f"highest: {human_number(max(found.values()))} at update " in words_of(figure)
 
 
 def test_a_task_changes_the_protocol(zoo: Path):
     assert zoo.is_dir()  # the toy task is registered while it lives
-    found = protocol_rates("lra-small", "toy")
-    assert found.protocol.num_steps == 7
-    assert found.steps == tuple(range(1, 8))
-    assert not found.peak[0] > 7
+    drawn = schedule_map("lra-small", "toy").axes[0].lines[0]
+    assert list(np.asarray(drawn.get_xdata())) == [*range(1, 8)]
     assert "toy sets nothing of its own" in words_of(schedule_map("cpu-small", "toy"))
 
 
