@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.functional import normalize
 
 from attn_zoo.errors import ConfigError, UnsupportedError, counted
 from attn_zoo.maps.find import find_weights
@@ -54,9 +56,8 @@ def _added(embedding: Embedding) -> Table:
 
 def cosine_similarity(table: Table) -> Table:
     """Return the cosine of the angle between each two rows of `[P, E]`, `[P, P]`; 0 where a row is zero."""
-    norms = np.linalg.norm(table, axis=1, keepdims=True)
-    unit = np.divide(table, norms, out=np.zeros_like(table), where=norms > 0)
-    similarity: Table = unit @ unit.T
+    unit = normalize(torch.from_numpy(table), dim=1)
+    similarity: Table = (unit @ unit.T).numpy()
     return similarity
 
 
