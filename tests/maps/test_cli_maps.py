@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,9 +93,3 @@ def test_mistakes_write_nothing(zoo: Path, tmp_path: Path, arguments: tuple[str,
         run(*(places.get(argument, argument) for argument in arguments))
     assert message.replace("EMPTY", str(empty)) in str(caught.value).replace("\n  ", " ")
     assert list(tmp_path.iterdir()) == [empty]
-
-
-def test_the_module_loads_neither_torch_nor_plotting():
-    program = "import attn_zoo.cli_maps, sys; print(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert not {"torch", "matplotlib", "pandas"} & set(done.stdout.split())
