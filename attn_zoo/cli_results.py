@@ -13,6 +13,8 @@ import typer
 from attn_zoo import api, console
 from attn_zoo.cli_options import AsJson
 from attn_zoo.errors import ConfigError
+from attn_zoo.units import MOST_LINES, clean, human_bytes
+from attn_zoo.whole_files import write_whole
 
 results = typer.Typer()
 
@@ -39,7 +41,6 @@ def report(
 
     if index:
         from attn_zoo.report.pages.leaderboard import front_pages
-        from attn_zoo.whole_files import write_whole
 
         pages = front_pages(Path(folders[0])) if len(folders) == 1 and out is None and not readme else {}
         if not pages:
@@ -89,7 +90,6 @@ def compare(
     """Compare two runs, times, memory, errors and scores: how far apart, and whether they agree within intervals."""
     from attn_zoo.report.compare import compare as compare_runs
     from attn_zoo.report.tables.table import to_terminal
-    from attn_zoo.units import MOST_LINES
 
     if markdown and as_json:
         raise ConfigError("--markdown", [("", "expected either --markdown or --json, not both")])
@@ -112,8 +112,6 @@ def compare(
 
 def _print_each(what: str, texts: Sequence[str]) -> None:
     """Print texts on the standard error stream, each with what it is before it; of very many the first."""
-    from attn_zoo.units import MOST_LINES
-
     more = [f"{len(texts) - MOST_LINES:,} more"] if len(texts) > MOST_LINES else []
     for text in [*texts[:MOST_LINES], *more]:
         console.tell(f"{what}: {text}")
@@ -166,7 +164,6 @@ def verify(
     """
     from attn_zoo.report.verify import CHECKS, TOLD
     from attn_zoo.report.verify import verify as verify_results
-    from attn_zoo.units import MOST_LINES, clean
 
     faults = verify_results(source)
     if as_json:
@@ -195,7 +192,6 @@ def share(
 ) -> None:
     """Pack a run into one file that report, compare, export, verify and merge open; without logs and weights."""
     from attn_zoo.packed_run import share as share_folder
-    from attn_zoo.units import human_bytes
 
     path = share_folder(folder, out)
     console.say(f"wrote {path} ({human_bytes(path.stat().st_size)}); attn-zoo report {shlex.quote(str(path))} opens it")

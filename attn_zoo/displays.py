@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_zoo.errors import ConfigError, UnknownNameError
+from attn_zoo.units import clean, slug
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,7 +145,6 @@ class Run:
             StoreError: the folder cannot be written.
         """
         from attn_zoo.report.pages.write import require_place, write_analysis
-        from attn_zoo.units import slug
 
         if has_readme and (len(self.folders) > 1 or path is not None or not self.folders[0].is_dir()):
             raise ConfigError("readme", [("", "expected one results folder and no other place: it describes that one")])
@@ -162,7 +162,6 @@ class Run:
     def _repr_html_(self) -> str:
         from attn_zoo.report.pages.findings import completeness, findings, headline
         from attn_zoo.report.tables.front_table import front_table
-        from attn_zoo.units import clean
 
         texts = [text for text in (headline(self.analysis), completeness(self.analysis)) if text]
         said = "".join(f"<li>{html.escape(clean(text))}</li>" for text in [*texts, *findings(self.analysis)])
