@@ -80,8 +80,8 @@ def _levels(data_dir: Path | None) -> list[dict[str, Any]]:
             if source is not None:
                 rows.append({**row, "sizes": {}, **_files(source, data_dir)})
                 continue
-            counted = {split: _count(asdict(config), f"num_{split}") for split in _SPLITS}
-            sizes = {split: count for split, count in counted.items() if count is not None}
+            counts = {split: _count(asdict(config), f"num_{split}") for split in _SPLITS}
+            sizes = {split: count for split, count in counts.items() if count is not None}
             rows.append({**row, "sizes": sizes, "data": "generated"})
     return rows
 
