@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import attn_zoo
 from attn_zoo import build_attention, load_file
@@ -354,7 +355,10 @@ def test_a_plain_file_whose_import_changes_what_others_are_measured_with_is_refu
     path = tmp_path / "mine.py"
     path.write_text(f"import torch\n\n{line}\ntorch.manual_seed(0)\n{TASK.format(name='mine')}")
     before = read_state(has_generators=False)
-    with pytest.raises(ConfigError, match=rf"mine\.py: its import changes {words}; others share the process"):
+    with (
+        torch.random.fork_rng(),
+        pytest.raises(ConfigError, match=rf"mine\.py: its import changes {words}; others share the process"),
+    ):
         load_file(path, None)
     assert read_state(has_generators=False) == before
     assert "mine" not in tasks
