@@ -27,7 +27,6 @@ from attn_zoo.whole_files import DISK_FULL
 
 if TYPE_CHECKING:
     from attn_zoo.displays import Run
-    from attn_zoo.registry import Registry
 
 app = typer.Typer(
     name="attn-zoo",
@@ -142,20 +141,16 @@ def list_command(
             console.print_json(_with_settings(found) if what == "protocols" else found)
         else:
             console.print_table("", (_LISTS[what], "what it is"), rows)
-            console.print_failures(_failures(tasks) if what == "tasks" else [])
+            console.print_failures(tasks.failures if what == "tasks" else [])
         return
     from attn_zoo.attention import describe
 
     infos = [describe(name) for name in variants]
     if as_json:
         every = [console.variant_data(info) for info in infos]
-        console.print_json({"variants": every, "failures": _failures(variants)})
+        console.print_json({"variants": every, "failures": variants.failures})
     else:
-        console.print_variants(infos, _failures(variants))
-
-
-def _failures(registry: Registry[Any]) -> list[tuple[str, str]]:
-    return [(failure.provider, failure.reason) for failure in registry.failures]
+        console.print_variants(infos, variants.failures)
 
 
 def _with_settings(protocols: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def print_diagnosis(*, as_json: bool, waits: bool) -> None:
     devices = [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]  # the time may not last for both
     backends = {device: diagnose_backends(device, lambda: deadline - time.time(), tell) for device in devices}
     answers = {device: diagnose_device(device) for device in devices}
-    failures = [(failure.provider, failure.reason) for failure in [*variants.failures, *tasks.failures]]
+    failures = [*variants.failures, *tasks.failures]
     if as_json:
         answer = {
             "environment": environment.to_dict(),

@@ -15,8 +15,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, redirect_stdout
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, distributions, entry_points
+from typing import NamedTuple
 
 from attn_zoo.discovery.import_trial import IMPORT_TIMEOUT_S, is_trial, reason_of, why_not_import
 
@@ -24,8 +24,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 """Makes a context that forgets what its block registered when the block fails: half a provider is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadFailure:
+class LoadFailure(NamedTuple):
     """A provider that could not be loaded: the others still work, and this one is listed with its reason."""
 
     provider: str
