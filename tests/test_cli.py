@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import attn_zoo
-from attn_zoo import api, cli, console
+from attn_zoo import api, cli, console, describe
 from attn_zoo.conformance import CheckResult
 from attn_zoo.console import print_checks, print_plan, print_standing, print_summary, told_if_slow
 from attn_zoo.discovery.providers import LoadFailure
@@ -158,8 +158,7 @@ def test_show_prints_source_claims_capabilities_and_options(call):
 
 def test_show_explains_every_option(call):
     for name in variants:
-        for option in json.loads(call("show", name, "--json").out)["options"]:
-            assert option["summary"], f"{name}: {option['name']}"
+        assert all(option.summary for option in describe(name).options), name
     text = " ".join(call("show", "local_window").out.split())
     assert "window_size 128 W, positions on either side of a query" in text
     assert 'backend "auto" ' in text
