@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
-from operator import attrgetter
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
@@ -145,13 +144,6 @@ def _validator(cls: type) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-@cache
-def _reader(cls: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
-    """Return the names of the fields of a dataclass, two at least, and what reads them all at once."""
-    names = tuple(field.name for field in fields(cls))
-    return names, attrgetter(*names)
-
-
 def checksum(data: Mapping[str, Any]) -> str:
     """Return 16 hexadecimal digits that change with any value of plain data."""
     return _hashed(_COMPACT.encode(data))
@@ -175,9 +167,8 @@ class Json:
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def values(self) -> dict[str, Any]:
-        """Return the fields by name, not copied: twenty times as fast as `to_dict`."""
-        names, read = _reader(type(self))  # type: ignore[arg-type] # mypy mistakes the class for one of its objects
-        return dict(zip(names, read(self), strict=True))
+        """Return the fields by name, not copied: nine times as fast as `to_dict`."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}  # type: ignore[arg-type]
 
     def to_json(self) -> str:
         """Return one JSON text with sorted keys.
@@ -661,11 +652,7 @@ class Cell(Json, _Keyed):
 
     def at(self, seq_len: int | None) -> Cell:
         """Return the cell of the same curve at another length; what the two share is not worked out again."""
-        other = object.__new__(Cell)
-        for put, value in zip(_PUT, _reader(Cell)[1](self), strict=True):
-            put(other, value)
-        object.__setattr__(other, "seq_len", seq_len)
-        shared = self._in_common()
+        other, shared = replace(self, seq_len=seq_len), self._in_common()
         for cell in (self, other):
             object.__setattr__(cell, "_shared", shared)
         return other
@@ -747,10 +734,6 @@ class Cell(Json, _Keyed):
         for name in names:
             del data[name]
         return json.dumps(data, sort_keys=True)
-
-
-_PUT = [getattr(Cell, item.name).__set__ for item in fields(Cell)]
-"""What sets each field of a cell that is being made: four times as fast as by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
