@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from attn_zoo import cli
 from attn_zoo.kernels.gpu_replays import replays_on
 from attn_zoo.matrix.cell import conditions
-from attn_zoo.registry import Registry
+from attn_zoo.registry import Registry, tasks, variants
 
 # Examples that failed are kept in the checkout, where that can be written.
 _place: dict[str, Any] = {} if os.access(Path.cwd(), os.W_OK) else {"database": None}
@@ -65,6 +65,15 @@ def keep_only(registry: Registry[Any], names: Iterable[str]) -> None:
     """Have a registry forget everything but `names`."""
     for name in set(registry.names) - set(names):
         registry.remove(name)
+
+
+@pytest.fixture
+def registry_kept() -> Iterator[None]:
+    """Forget in the end which variants and tasks a test registers."""
+    before = tuple(variants), tuple(tasks)
+    yield
+    keep_only(variants, before[0])
+    keep_only(tasks, before[1])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -104,22 +104,20 @@ def test_of_a_part_of_a_matrix_no_more_is_left_or_run_again(tmp_path, monkeypatc
     assert len(api.status(folder).left) == len(api.plan(matrix()).cells) - 1, "no part of what the matrix says today"
 
 
+@pytest.mark.usefixtures("registry_kept")
 def test_files_of_every_matrix_of_a_folder_are_loaded_when_it_goes_on(tmp_path, monkeypatch):
     """A worker knows a variant of a plain file by that file alone."""
     path = new_variant("of_a_file", tmp_path)
     load_file(path, None)
-    try:
-        store, ran = Store(tmp_path / "run"), []
-        for name in ("of_a_file", "full"):
-            plan = api.plan(matrix(variants=[name]))
-            with store.writing(plan.matrix.model_dump(mode="json"), None, planned=[item.cell for item in plan.cells]):
-                pass
-        monkeypatch.setattr(api, "_measure", lambda make, *_, **__: ran.append(make()))
-        api.run_again(store.folder)
-        assert {item.cell.variant for item in ran[0].cells} == {"of_a_file", "full"}
-        assert ran[0].variant_files == (str(path),)
-    finally:
-        variants.remove("of_a_file")
+    store, ran = Store(tmp_path / "run"), []
+    for name in ("of_a_file", "full"):
+        plan = api.plan(matrix(variants=[name]))
+        with store.writing(plan.matrix.model_dump(mode="json"), None, planned=[item.cell for item in plan.cells]):
+            pass
+    monkeypatch.setattr(api, "_measure", lambda make, *_, **__: ran.append(make()))
+    api.run_again(store.folder)
+    assert {item.cell.variant for item in ran[0].cells} == {"of_a_file", "full"}
+    assert ran[0].variant_files == (str(path),)
 
 
 @pytest.mark.parametrize("ask", [api.status, api.run_again])

@@ -203,16 +203,7 @@ def test_an_unknown_kind_of_list_names_the_kinds(call):
     assert "did you mean 'variants'?" in answer.err
 
 
-@pytest.fixture
-def forget():
-    """Remove from the registry what a test adds."""
-    before = set(variants)
-    yield
-    for name in set(variants) - before:
-        variants.remove(name)
-
-
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("registry_kept")
 def test_a_new_variant_passes_its_checks_before_it_is_touched(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call("new", "my_twist").code == 0
@@ -223,7 +214,7 @@ def test_a_new_variant_passes_its_checks_before_it_is_touched(call, tmp_path, mo
     assert "0 failed" in answer.out
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("registry_kept")
 def test_a_check_says_what_it_checks_before_it_does_and_whatever_takes_long(call, tmp_path, monkeypatch):
     path = tmp_path / "loud.py"
     path.write_text("print('loaded')\n" + VARIANT.format(name="loud"))
@@ -240,7 +231,7 @@ def test_a_check_says_what_it_checks_before_it_does_and_whatever_takes_long(call
     assert told == [twice, "loading torch and all variants", "[1/1] shape_and_dtype"]
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("registry_kept")
 def test_of_an_unknown_name_nothing_is_checked_and_what_the_file_registers_is_said(call, tmp_path, monkeypatch):
     monkeypatch.setattr("attn_zoo.console.SILENCE_S", 1e6)  # however slow this machine is
     path = tmp_path / "first_try.py"
@@ -265,7 +256,7 @@ def test_what_takes_long_is_told_while_it_does(is_slow, capsys, monkeypatch):
     assert capsys.readouterr().err == ("[3/45] modes\n" if is_slow else "")
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("registry_kept")
 def test_what_a_new_file_forgets_is_named(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call("new", "careless")
@@ -488,7 +479,7 @@ def test_plan_run_status_report_export_and_compare_work_together(call, tmp_path,
     assert " of 2 timed cells agree" in compared.out
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.mark.usefixtures("registry_kept")
 def test_what_a_variant_prints_does_not_break_json(call, tmp_path):
     path = tmp_path / "loud.py"
     path.write_text("print('[')\n" + VARIANT.format(name="loud"))
@@ -656,6 +647,7 @@ def test_a_device_that_is_not_there_is_an_error_and_no_record(call, tmp_path, mo
     assert "6 to run" in call("plan", "gpu.toml", "--device", "cpu").out
 
 
+@pytest.mark.usefixtures("registry_kept")
 def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monkeypatch):
     """Where it was measured its source is at hand; elsewhere nothing of it is run."""
     monkeypatch.chdir(tmp_path)
@@ -664,41 +656,38 @@ def test_a_results_folder_is_read_without_its_variant_file(call, tmp_path, monke
         "attn_zoo.matrix.drive.run_plan.note_ceilings", lambda *_, **__: None
     )  # seconds, of the machine
     before = tuple(variants)
-    try:
-        Path("mine").mkdir()
-        call("new", "my_kept", "--folder", "mine")
-        written = Path("mine/my_kept.py")
-        written.write_text(written.read_text() + "\nimport typer\nfrom my_kept_scale import SCALE\n")
-        Path("mine/my_kept_scale.py").write_text("SCALE = 1.0\n")
-        both = TINY.replace('["full", "linformer"]', '["full"]').replace("[false, true]", "false")
-        Path("tiny.toml").write_text(both.replace("[16, 32]", "[16]").replace('"lane"', '"interleaved"'))
-        done = call("run", "tiny.toml", "--variant-file", str(written), "--add", "my_kept", "--out", "one")
-        assert done.code == 0, done.err
-        packages = {record.cell.variant: record.packages for record in Store(Path("one")).records()}
-        assert packages == {"full": {}, "my_kept": {"typer": metadata.version("typer")}}
+    Path("mine").mkdir()
+    call("new", "my_kept", "--folder", "mine")
+    written = Path("mine/my_kept.py")
+    written.write_text(written.read_text() + "\nimport typer\nfrom my_kept_scale import SCALE\n")
+    Path("mine/my_kept_scale.py").write_text("SCALE = 1.0\n")
+    both = TINY.replace('["full", "linformer"]', '["full"]').replace("[false, true]", "false")
+    Path("tiny.toml").write_text(both.replace("[16, 32]", "[16]").replace('"lane"', '"interleaved"'))
+    done = call("run", "tiny.toml", "--variant-file", str(written), "--add", "my_kept", "--out", "one")
+    assert done.code == 0, done.err
+    packages = {record.cell.variant: record.packages for record in Store(Path("one")).records()}
+    assert packages == {"full": {}, "my_kept": {"typer": metadata.version("typer")}}
 
-        def forget() -> None:
-            keep_only(variants, before)
-            for name in [name for name in sys.modules if name.startswith(("attn_zoo_file_my_kept", "my_kept"))]:
-                del sys.modules[name]
-
-        forget()
-        shutil.rmtree("mine")
-        assert "2 done, 0 left" in call("status", "one").out
-        forget()
-        monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "of somebody else"))
-        assert "2 done, 0 left" in call("status", "one").out
-        for arguments in (["report", "one"], ["export", "one", "--out", "all.csv"], ["compare", "one", "one"]):
-            assert call(*arguments).code == 0
-        assert "my_kept" not in variants
-        retry = call("retry", "one")
-        assert retry.code == 2
-        assert "unknown variant 'my_kept'" in retry.err
-        source = Path("one/sources/my_kept/my_kept.py")
-        assert f"{source} was not measured by you: read it, then load it (--variant-file)" in retry.err
-        assert call("retry", "one", "--variant-file", str(source)).code == 0
-    finally:
+    def forget() -> None:
         keep_only(variants, before)
+        for name in [name for name in sys.modules if name.startswith(("attn_zoo_file_my_kept", "my_kept"))]:
+            del sys.modules[name]
+
+    forget()
+    shutil.rmtree("mine")
+    assert "2 done, 0 left" in call("status", "one").out
+    forget()
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "of somebody else"))
+    assert "2 done, 0 left" in call("status", "one").out
+    for arguments in (["report", "one"], ["export", "one", "--out", "all.csv"], ["compare", "one", "one"]):
+        assert call(*arguments).code == 0
+    assert "my_kept" not in variants
+    retry = call("retry", "one")
+    assert retry.code == 2
+    assert "unknown variant 'my_kept'" in retry.err
+    source = Path("one/sources/my_kept/my_kept.py")
+    assert f"{source} was not measured by you: read it, then load it (--variant-file)" in retry.err
+    assert call("retry", "one", "--variant-file", str(source)).code == 0
 
 
 def test_what_to_type_next_names_the_files_that_were_given(tmp_path, capsys):

@@ -24,7 +24,6 @@ from attn_zoo.discovery.import_trial import ask_python, importable
 from attn_zoo.discovery.providers import discover, tried_imports
 from attn_zoo.errors import ConfigError
 from attn_zoo.registry import all_or_nothing, tasks, variants
-from tests.conftest import keep_only
 
 VARIANT = """
 import attn_zoo
@@ -59,12 +58,10 @@ HANGS = "import time\nwhile True: time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    """Leave registry and modules as they were."""
-    before, modules = (tuple(variants), tuple(tasks)), set(sys.modules)
+def forget(registry_kept: None) -> Iterator[None]:
+    """Leave modules as they were too."""
+    modules = set(sys.modules)
     yield
-    keep_only(variants, before[0])
-    keep_only(tasks, before[1])
     for name in set(sys.modules) - modules:
         if name.startswith(("zoo_plugin", "attn_zoo_file_")):
             del sys.modules[name]

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from threading import Event, Thread
@@ -32,7 +31,6 @@ from attn_zoo.registry import (
 )
 from attn_zoo.tasks import AbstractTask
 from attn_zoo.tasks.mqar import MultiQueryRecall, RecallLevel
-from tests.conftest import keep_only
 
 CARD: dict[str, Any] = {
     "capabilities": Capabilities(bidirectional=True, causal=True, cross_attention=True, key_padding_mask=True),
@@ -43,13 +41,7 @@ CARD: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    """Leave the registry as it was."""
-    before = tuple(variants), tuple(tasks)
-    yield
-    keep_only(variants, before[0])
-    keep_only(tasks, before[1])
+pytestmark = pytest.mark.usefixtures("registry_kept")
 
 
 class Copying(AbstractAttention):

@@ -65,12 +65,9 @@ SCORED = "def scored(query, key):\n    return query @ key.transpose(-1, -2) * FA
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    before = tuple(variants), tuple(tasks)
+def _forget(registry_kept: None) -> Iterator[None]:
     cached = set(linecache.cache)
     yield
-    keep_only(variants, before[0])
-    keep_only(tasks, before[1])
     for name in set(linecache.cache) - cached:
         del linecache.cache[name]
 

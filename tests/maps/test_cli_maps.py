@@ -42,27 +42,24 @@ def test_positions_and_schedule(zoo: Path, tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("registry_kept")
 def test_sources_that_the_folder_keeps_are_loaded_where_they_were_measured(zoo: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "cache"))
     folder = Path(shutil.copytree(zoo, tmp_path / "zoo"))
     keep_sources(folder, {str(new_variant("my_map", tmp_path)): ["my_map"]})
     drawing = ("attention", folder, "--cell", "full/*/plain/*", "--out", tmp_path / "a.svg")
-    try:
-        run(*drawing)
-        assert "my_map" in variants
-        variants.remove("my_map")
-        monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "another user's"))
-        said = []
-        monkeypatch.setattr("attn_zoo.console.err.print", lambda text, **_: said.append(text))
-        run(*drawing)
-        assert "my_map" not in variants
-        path = folder / "sources" / "my_map" / "my_map.py"
-        assert said == [
-            f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
-        ]
-    finally:
-        if "my_map" in variants:
-            variants.remove("my_map")
+    run(*drawing)
+    assert "my_map" in variants
+    variants.remove("my_map")
+    monkeypatch.setenv("ATTN_ZOO_CACHE", str(tmp_path / "another user's"))
+    said = []
+    monkeypatch.setattr("attn_zoo.console.err.print", lambda text, **_: said.append(text))
+    run(*drawing)
+    assert "my_map" not in variants
+    path = folder / "sources" / "my_map" / "my_map.py"
+    assert said == [
+        f"not loaded: {path} was not measured by you; if it is needed, read it and say --variant-file {path}"
+    ]
 
 
 @pytest.mark.parametrize(
