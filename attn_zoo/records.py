@@ -533,14 +533,13 @@ class _Curve:
         self.head, self.tail, self.digest = hashlib.sha256(head.encode()), tail, ""
 
 
-class _Keyed:
-    __slots__ = ("_key", "_shared")
-    _key: str
+class _OfCurve:
+    __slots__ = ("_shared",)
     _shared: _Curve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell(Json, _Keyed):
+class Cell(Json, _OfCurve):
     """One point of a matrix. Fields that do not apply to its kind are None.
 
     Args:
@@ -623,15 +622,11 @@ class Cell(Json, _Keyed):
     @property
     def key(self) -> str:
         """First 20 hexadecimal digits of the SHA-256 of all fields: the name of the cell's record."""
-        key: str | None = getattr(self, "_key", None)  # a run of many cells asks several times
-        if key is None:
-            shared = self._in_common()
-            digest = shared.head.copy()
-            length = "null" if self.seq_len is None else f"{self.seq_len:d}"
-            digest.update(f"{length}{shared.tail}".encode())
-            key = digest.hexdigest()[:20]
-            object.__setattr__(self, "_key", key)
-        return key
+        shared = self._in_common()
+        digest = shared.head.copy()
+        length = "null" if self.seq_len is None else f"{self.seq_len:d}"
+        digest.update(f"{length}{shared.tail}".encode())
+        return digest.hexdigest()[:20]
 
     def _in_common(self) -> _Curve:
         if (shared := getattr(self, "_shared", None)) is not None:
@@ -648,13 +643,14 @@ class Cell(Json, _Keyed):
             head_text, tail_text = (json.dumps(part, sort_keys=True, allow_nan=False) for part in (head, tail))
         except ValueError as error:
             raise StoreError(f"Cell: only finite numbers can be stored ({error})") from error
-        return _Curve(f'{head_text[:-1]}, "seq_len": ', f", {tail_text[1:]}")
+        shared = _Curve(f'{head_text[:-1]}, "seq_len": ', f", {tail_text[1:]}")
+        object.__setattr__(self, "_shared", shared)
+        return shared
 
     def at(self, seq_len: int | None) -> Cell:
         """Return the cell of the same curve at another length; what the two share is not worked out again."""
-        other, shared = replace(self, seq_len=seq_len), self._in_common()
-        for cell in (self, other):
-            object.__setattr__(cell, "_shared", shared)
+        other = replace(self, seq_len=seq_len)
+        object.__setattr__(other, "_shared", self._in_common())
         return other
 
     @property
@@ -720,13 +716,10 @@ class Cell(Json, _Keyed):
     @property
     def curve(self) -> str:
         """Equal for cells that differ in length only."""
-        shared = getattr(self, "_shared", None)
-        digest: str = shared.digest if shared else ""
-        if not digest:
-            digest = hashlib.sha256(self.all_but("seq_len").encode()).hexdigest()[:20]
-            if shared:
-                shared.digest = digest
-        return digest
+        shared = self._in_common()
+        if not shared.digest:
+            shared.digest = hashlib.sha256(self.all_but("seq_len").encode()).hexdigest()[:20]
+        return shared.digest
 
     def all_but(self, *names: str) -> str:
         """Return JSON of all fields but these."""

@@ -195,7 +195,7 @@ def test_equal_cells_have_equal_keys_after_a_trip_through_json(cell):
     assert reordered.key == cell.key
 
 
-def test_a_key_is_made_once_and_no_copy_inherits_it(monkeypatch):
+def test_what_keys_share_is_worked_out_once_and_no_copy_inherits_it(monkeypatch):
     read, values = [], Cell.values
 
     def noting(self):
