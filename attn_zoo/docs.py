@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,6 @@ def _own_variants() -> list[tuple[str, Variant]]:
     return [(name, variants[name]) for name in variants if variants[name].provider == "attn_zoo"]
 
 
-@cache
 def complexity_table() -> str:
     """Return the Markdown table of "Attention Is All You Need", table 1: claims and measured exponents."""
     from attn_zoo.conformance import Growth, measure_complexity
