@@ -12,7 +12,6 @@ import codeop
 import hashlib
 import json
 import linecache
-import os
 import subprocess
 import symtable
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from attn_zoo.discovery.import_trial import as_trial, ask_python, importable
+from attn_zoo.discovery.import_trial import ask_python, trial_environment
 from attn_zoo.discovery.own_files import own_digest, own_files
 from attn_zoo.discovery.plain_files import import_file
 from attn_zoo.errors import ConfigError
@@ -100,9 +99,8 @@ def _statements(cell: str) -> Iterator[_Statement]:
         continues = (binds - _surely_bound([node])) | _changed(node)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             needs -= binds  # itself
-        elif isinstance(node, ast.Match) or hasattr(
-            node, "body"
-        ):  # what it reads it may have bound itself, as a loop its variable
+        elif isinstance(node, ast.Match) or hasattr(node, "body"):
+            # What it reads it may have bound itself, as a loop its variable.
             continues |= needs & binds
             needs -= binds
         yield _Statement(cell, node, frozenset(binds), frozenset(needs - _BUILT_IN), frozenset(continues))
@@ -391,10 +389,9 @@ def _values_elsewhere(source: str, digest: str, names: tuple[str, ...]) -> dict[
     """Return values as another process has them that loads a file; None where it does not."""
     del digest  # of all that it loads
     program = "import sys; from attn_zoo.typed_code import tell_values; tell_values(*sys.argv[1:])"
-    environment = importable({**os.environ, **as_trial()})
     top = {name.partition(".")[0] for name in names}
     try:
-        told = ask_python(["-c", program, source, *top], environment, _TIMEOUT_S)
+        told = ask_python(["-c", program, source, *top], trial_environment(), _TIMEOUT_S)
         return dict(json.loads(told.stdout.splitlines()[-1]))
     except (subprocess.TimeoutExpired, IndexError, ValueError):
         return None

@@ -105,7 +105,7 @@ print({_END_OF_TRIAL!r}, flush=True)
 gc.freeze()
 """
     try:
-        answer = ask_python(["-c", trial, argument], importable({**os.environ, **as_trial()}), timeout_s)
+        answer = ask_python(["-c", trial, argument], trial_environment(), timeout_s)
     except subprocess.TimeoutExpired:
         return f"did not finish importing within {timeout_s:g} s"
     if _END_OF_TRIAL.encode() in answer.stdout:
@@ -115,9 +115,9 @@ gc.freeze()
     return f"ended the process at import, with exit code {answer.returncode}"
 
 
-def as_trial() -> dict[str, str]:
-    """Return variables for the environment of a child process that only tries an import."""
-    return {_TRIAL: "1"}
+def trial_environment() -> dict[str, str]:
+    """Return the environment of a child process that only tries an import."""
+    return importable({**os.environ, _TRIAL: "1"})
 
 
 def is_trial() -> bool:
