@@ -20,6 +20,7 @@ from attn_zoo.metadata import Capabilities, Complexity
 from attn_zoo.registry import VariantConfig, variants
 from tests.conformance.broken import Broken, RaisesBackwards, Softmax, registered
 from tests.conformance.broken_dependence import CAUSAL, MASKED, CountsPadding, LeaksOneFutureToken
+from tests.conformance.broken_effects import SeedsTorch
 
 
 class RaisesAtLengthThree(Softmax):
@@ -224,6 +225,12 @@ def test_running_checks_leaves_the_global_generator_alone() -> None:
     with registered(Broken(cls=Softmax, check="")) as name:
         run_checks(name, checks=["dropout", "batch_invariance", "same_seed_same_output"])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_seed_that_the_generator_has_already_is_seen_all_the_same() -> None:
+    with torch.random.fork_rng(devices=[]), registered(Broken(cls=SeedsTorch, check="")) as name:
+        torch.manual_seed(0)  # what it does itself
+        assert only(name, "global_state").outcome == "failed"
 
 
 def test_float32_is_checked_with_all_its_digits(monkeypatch: pytest.MonkeyPatch) -> None:

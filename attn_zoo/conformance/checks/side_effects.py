@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_zoo.attention import BuildContext
+from attn_zoo.attention.generators import seed_generators
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
 from attn_zoo.conformance.checks.randomness import seeded_call
 from attn_zoo.conformance.inputs import Inputs, expect_same, padding_mask, random_like
@@ -22,7 +23,7 @@ from attn_zoo.errors import counted
 NUM_REPEATS = 4
 """Calls that must agree; a counter that waits for more is found after the samples of a cell (`own_last`)."""
 OTHER_SEED = 314159
-"""Global seed of a build that is watched: one that seeds the generator itself would hardly choose it."""
+"""Global seed of builds and calls that are watched: one that seeds the generator itself would hardly choose it."""
 LEAST_WORK = 0.5
 """Of a call that was seen before, as a share of a new one."""
 
@@ -39,6 +40,7 @@ def _unchanged(what: str, words: str, *, may_draw: bool = False) -> Iterator[Non
 @check("building and calling leave settings of the process and its random generators as they were")
 def _global_state(subject: Subject) -> Finding:
     with restored():
+        seed_generators(OTHER_SEED)  # seeding a generator that stands there already would not show
         for build in subject.contexts():
             for length in subject.ends[::-1]:
                 inputs = subject.calls(build, length, batch_size=1)[-1]

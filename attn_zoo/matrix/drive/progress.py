@@ -130,7 +130,7 @@ class LiveProgress(PlainProgress):
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(file=self.stream, highlight=False)
+        self._console = Console(file=self.stream, highlight=False, emoji=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._running: dict[str, tuple[str, float]] = {}  # id and start by key
         self._drawn = 0.0
