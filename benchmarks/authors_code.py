@@ -160,6 +160,12 @@ FILES = {
         "cosformer.py",
         "ebda49b42f994c75a009a3d7b63abd297d701b2004e6bb9037a38296d3d42e19",
     ),
+    "difference": File(
+        "microsoft/unilm",
+        "768a3c873f598bb9b4d4dfb9267b099e35f8fe56",
+        "Diff-Transformer/multihead_diffattn.py",
+        "a49056a3227df0730d61c3ee547198a887539ca99e7aacb59585a3ca5ecece5d",
+    ),
     "factorised": File(
         "openai/sparse_attention",
         "c53f3bdbf6225be0582f0357072e82b13c69be7d",
@@ -326,6 +332,46 @@ def cosformer(theirs: Theirs) -> Iterator[Pair]:
         output = functional_call(whole, weights, (hidden.transpose(0, 1),), {"eps": 1e-300}).transpose(0, 1)
         leaves = {"x": hidden, **dict(module.named_parameters())}
         yield Pair("causal" if is_causal else "bidirectional", module(hidden), output, leaves)
+
+
+def differential(theirs: Theirs) -> Iterator[Pair]:
+    """Compare without biases and turns, which theirs has not and has of pairs in another order; it is always causal."""
+
+    class Norm(nn.Module):
+        def __init__(self, dim: int, eps: float, elementwise_affine: bool) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+            assert elementwise_affine
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return rms_norm(rows, self.weight, self.eps)
+
+    attention = theirs.definitions(
+        "difference",
+        *("MultiheadDiffAttn", "lambda_init_fn", "repeat_kv"),
+        RMSNorm=Norm,
+        apply_rotary_emb=lambda heads, *_, interleaved: heads if interleaved else None,
+    ).MultiheadDiffAttn
+    for layer_index in (0, 1):
+        module = build(build_mixer, "differential", is_causal=True, sizes={"layer_index": layer_index})
+        ours, projections = module.attention, ("query_proj", "key_proj", "value_proj", "out_proj")
+        with torch.no_grad():
+            for name in projections:
+                getattr(module, name).bias.zero_()
+        in_turn = torch.cat([own.nonzero()[:, 0] for own in ours.features])  # theirs has the first map's features first
+        rows = torch.cat([head * HEAD_DIM + in_turn for head in range(NUM_HEADS)])
+        weights = {f"{name[0]}_proj.weight": getattr(module, name).weight[rows] for name in projections[:2]}
+        weights |= {"v_proj.weight": module.value_proj.weight, "out_proj.weight": module.out_proj.weight}
+        weights |= {"subln.weight": ours.gain}
+        for index in (0, 1):
+            weights |= {
+                f"lambda_q{index + 1}": ours.lambda_query[index],
+                f"lambda_k{index + 1}": ours.lambda_key[index],
+            }
+        hidden = hidden_states(70)
+        output = functional_call(attention(EMBED_DIM, layer_index, NUM_HEADS), weights, (hidden, (None, None)))
+        parameters = {name: value for name, value in module.named_parameters() if not name.endswith("bias")}
+        yield Pair(f"layer {layer_index}", module(hidden), output, {"x": hidden, **parameters})
 
 
 def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
@@ -775,6 +821,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
     compared.__name__: compared
     for compared in (
         cosformer,
+        differential,
         gated_deltanet,
         linear_attention,
         linformer,

@@ -146,18 +146,22 @@ def _size(scores: Tensor) -> tuple[int, ...]:
 
 
 def _visible_products(module: AbstractAttention, inputs: Inputs) -> float:
-    """Return the FLOPs of both products over the pairs of query and key that a call really uses; or infinity."""
+    """Return the FLOPs of both products over the pairs of query and key that a call really uses.
+
+    Where the output is no weighted sum of the values, they are those of the reference; or infinity.
+    """
     # Small queries give every key that is seen a weight above zero.
     query, key, value = inputs.entry(0).map(lambda tensor: 0.1 * tensor).tensors
     try:
         weights = effective_weights(AttentionCall(module, query, key, value)).weights
     except UnsupportedError:
-        return math.inf
+        visible = _unmasked_products(module, inputs)
+        return math.inf if visible is None else visible
     return 4.0 * inputs.batch_size * query.shape[-1] * int(weights.count_nonzero())
 
 
 def _unmasked_products(module: Module, inputs: Inputs) -> float | None:
-    """Return the FLOPs of a mixer's routing and readable reference without what masks hide; None if they hide none."""
+    """Return the FLOPs of the routing and the readable reference without what masks hide; None if they hide none."""
     from attn_zoo.measure.flop_count import count_operations  # loads Triton
 
     of_routing, of_reference = _Products(), _Products()
@@ -202,7 +206,7 @@ def _flops_count(subject: Subject) -> Finding:
             if isinstance(module, AbstractAttention):
                 if claim < (1 - AGREEMENT) * least:
                     least = min(most, _visible_products(module, inputs))
-                    words += f", {least:.0f} of them over pairs that see each other" if least < most else ""
+                    words += f", {least:.0f} for pairs that see each other" if least < most else ""
             elif claim < (1 - AGREEMENT) * most and (visible := _unmasked_products(module, inputs)) is not None:
                 least = most = visible - projections
                 words += f", or {most:.0f} of its reference without what is masked"
