@@ -157,9 +157,9 @@ class DifferentialAttention(AbstractAttention):
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, key_padding_mask: Tensor | None = None
     ) -> Tensor:
         num_blind = max(0, query.shape[2] - key.shape[2]) if is_causal else 0  # the first of them precede every key
-        own = query[:, :, None, num_blind:] * self.features[:, None]  # [B, H, 2, L, D]
+        query = query[:, :, num_blind:] * 2**0.5  # scores are scaled by D ** -0.5, which is to be d ** -0.5
         maps = exact_attention(
-            own.flatten(1, 2) * 2**0.5,  # scores are scaled by D ** -0.5, which is to be d ** -0.5
+            (query[:, :, None] * self.features[:, None]).flatten(1, 2),  # [B, 2 H, L, D]
             key,
             value,
             score_bias=score_bias,
