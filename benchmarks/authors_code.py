@@ -166,6 +166,12 @@ FILES = {
         "Diff-Transformer/multihead_diffattn.py",
         "a49056a3227df0730d61c3ee547198a887539ca99e7aacb59585a3ca5ecece5d",
     ),
+    "sampled": File(
+        "zhouhaoyi/Informer2020",
+        "29f2a739226a509202a092b464163da81fa74960",
+        "models/attn.py",
+        "d9a294d829371759f1984f9f8fee12408774dda1a3de662313151d86e8513528",
+    ),
     "factorised": File(
         "openai/sparse_attention",
         "c53f3bdbf6225be0582f0357072e82b13c69be7d",
@@ -674,6 +680,18 @@ def _given(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     return tensor
 
 
+def prob_sparse(theirs: Theirs) -> Iterator[Pair]:
+    """Compare where every key could be drawn: of longer sequences theirs divides the sum of a sample by all keys."""
+    attention = theirs.definitions("sampled", "ProbAttention", np=np, sqrt=math.sqrt).ProbAttention
+    module = build(build_attention, "prob_sparse", is_causal=False, sizes={"is_cross": True})
+    query, key, value = heads(200)[0], *heads(15)[1:]
+    with patch("torch.randint", lambda *_: module.sample(200, 15)):
+        rows = (x.transpose(1, 2) for x in (query, key, value))
+        output, _ = attention(mask_flag=False)(*rows, None)
+    leaves = {"q": query, "k": key, "v": value}
+    yield Pair("30 of 200 queries, 15 keys", module(query, key, value), output.transpose(1, 2), leaves)
+
+
 def reformer(theirs: Theirs) -> Iterator[Pair]:
     """Compare with the paper's sets: other buckets hidden, pairs counted once. Theirs divides scores by sqrt(D).
 
@@ -832,6 +850,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         nsa,
         nystrom,
         performer,
+        prob_sparse,
         reformer,
         retention,
         s4d,
