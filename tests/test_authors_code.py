@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +141,11 @@ def test_files_are_fetched_once_and_not_run_when_they_were_edited(written, tmp_p
     (edited,) = tmp_path.glob("cache/**/causal_linear_attention.py")
     edited.write_text("raise SystemExit('ran')")
     assert "other bytes than at" in refusal(["linear_attention"], capsys)
+
+
+def test_documents_name_all_that_are_compared():
+    root = Path(__file__).parents[1]
+    section = (root / "docs/method.md").read_text(encoding="utf-8").partition("## The code of the authors")[2]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(authors_code.MECHANISMS)
+    for name in ("README.md", "CHANGELOG.md"):
+        assert f"{len(authors_code.MECHANISMS)} mechanisms" in (root / name).read_text(encoding="utf-8")
