@@ -300,7 +300,7 @@ def test_names_of_the_best_are_never_cut_where_a_column_can_go(tmp_path):
         assert set(line.split()) <= {"best", "linformer", "or", "bigbird", "full"}, line
 
 
-@pytest.mark.parametrize("run", ["h100/scaling-gpu", "xeon-avx512-2cores/approximation-cpu"])
+@pytest.mark.parametrize("run", ["h100/scaling-gpu", "epyc-avx2-2cores/approximation-cpu"])
 def test_rows_hold_plain_values(run):
     """What files and frames get; texts are for people."""
     analysis = analyse([Path(__file__).parents[3] / "results" / run])
