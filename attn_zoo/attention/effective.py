@@ -1,6 +1,6 @@
 """The weights that an attention really uses, found by watching it: nothing is asked of the variant.
 
-For fixed queries and keys the output of every mechanism here is linear in the values, out = A V + c, where c comes from
+For fixed queries and keys the output of most mechanisms is linear in the values, out = A V + c, where c comes from
 elsewhere (learned extra tokens, for instance). Unit values show A, D columns in one call, as each of the D features
 carries another position; values of zero show c. That A V + c is then what the attention gives for the real values is
 checked, so that weights of a mechanism that is not linear are refused and never shown.

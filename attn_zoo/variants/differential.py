@@ -76,6 +76,11 @@ def differential_flops(shape: Shape) -> int:
     return 8 * shape.batch_size * shape.num_heads * shape.head_dim * pairs
 
 
+def differential_bytes(shape: Shape, itemsize: int) -> int:
+    """Count inputs, output, the vectors of lambda, the gain of the norm, and a byte for each feature of either map."""
+    return shape.io_bytes(itemsize) + 3 * shape.head_dim * itemsize + 2 * shape.head_dim
+
+
 def differential_state_bytes(shape: Shape, itemsize: int) -> int:
     """Count the keys and values of all positions so far, as many as those of `full`."""
     return 2 * shape.batch_size * shape.num_kv_heads * shape.key_len * shape.head_dim * itemsize
@@ -104,6 +109,7 @@ def differential_state_bytes(shape: Shape, itemsize: int) -> int:
         sequential_ops="1",
         max_path="1",
         flops=differential_flops,
+        bytes=differential_bytes,
         backward_ratio=2.5,  # five matrix products for two: the scores are recomputed
         state_bytes=differential_state_bytes,
     ),

@@ -72,6 +72,11 @@ def prob_sparse_flops(shape: Shape) -> int:
     return shape.batch_size * shape.num_heads * shape.head_dim * pairs
 
 
+def prob_sparse_bytes(shape: Shape, itemsize: int) -> int:
+    """Count inputs, output, and the draws, of 4 bytes each."""
+    return shape.io_bytes(itemsize) + 4 * shape.query_len * _counts(shape)[1]
+
+
 def prob_sparse_backward_ratio(shape: Shape) -> float:
     """Count five matrix products for two of the chosen queries, and none for the sample, which only chooses."""
     num_chosen, num_drawn = _counts(shape)
@@ -105,6 +110,7 @@ def prob_sparse_backward_ratio(shape: Shape) -> float:
         sequential_ops="1",
         max_path="1",
         flops=prob_sparse_flops,
+        bytes=prob_sparse_bytes,
         backward_ratio=prob_sparse_backward_ratio,
     ),
     reference=Reference(

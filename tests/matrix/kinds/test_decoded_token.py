@@ -112,7 +112,7 @@ def test_a_token_becomes_a_record(name, scope):
     assert weights + record.memory.state_bytes <= record.memory.input_bytes
     assert record.memory.input_bytes <= weights + 2 * record.memory.state_bytes
     inputs = 4 * 2 * 16 * (4 if scope == "attention" else 2)
-    drawn = 4 * sum(buffer.numel() for buffer in make_module(cell)[0].buffers())  # the features of performer
+    drawn = sum(buffer.nbytes for buffer in make_module(cell)[0].buffers())  # the features of performer
     # Of weights by position a token reads no more than what there is for one position.
     make: Callable[..., nn.Module] = build_attention if scope == "attention" else build_mixer
     module = make(name, replace(build_context(cell), max_seq_len=1))
