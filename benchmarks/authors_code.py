@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 from unittest.mock import patch
 
 import numpy as np
@@ -171,6 +171,12 @@ FILES = {
         "29f2a739226a509202a092b464163da81fa74960",
         "models/attn.py",
         "d9a294d829371759f1984f9f8fee12408774dda1a3de662313151d86e8513528",
+    ),
+    "latent": File(
+        "deepseek-ai/DeepSeek-V3",
+        "9b4e9788e4a3a731f7567338ed15d3ec549ce03b",
+        "inference/model.py",
+        "fdb7995bc234badbf0011b5af8cf391be94343abc51305428cb9a04452116f02",
     ),
     "factorised": File(
         "openai/sparse_attention",
@@ -552,6 +558,60 @@ def mamba2(theirs: Theirs) -> Iterator[Pair]:
         yield Pair(f"N = {size}", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
 
 
+def mla(theirs: Theirs) -> Iterator[Pair]:
+    """Compare with both ways of theirs, with values made and with latents read; its pairs are in another order."""
+
+    class Linear(nn.Linear):
+        scale = None  # of quantised weights
+
+        def __init__(self, in_features: int, out_features: int) -> None:
+            super().__init__(in_features, out_features, bias=False)
+
+    projections = dict.fromkeys(("Linear", "ColumnParallelLinear", "RowParallelLinear"), Linear)
+    for way, factor, query_factor, is_causal in (("naive", 4, 0, True), ("absorb", 2, 3, False)):
+        given = {"attn_impl": way, "world_size": 1, "ModelArgs": None, "Optional": Optional}
+        code = theirs.definitions(
+            "latent", "MLA", "RMSNorm", "apply_rotary_emb", "precompute_freqs_cis", **projections, **given
+        )
+        options = {"latent_factor": factor, "query_latent_factor": query_factor}
+        module = build(build_mixer, "mla", is_causal=is_causal, sizes={"position": "rotary"}, **options)
+        turned, length = module.num_turned, 70
+        sizes = SimpleNamespace(
+            dim=EMBED_DIM,
+            n_heads=NUM_HEADS,
+            q_lora_rank=query_factor * HEAD_DIM,
+            kv_lora_rank=factor * HEAD_DIM,
+            qk_nope_head_dim=HEAD_DIM - turned,
+            qk_rope_head_dim=turned,
+            v_head_dim=HEAD_DIM,
+            max_batch_size=BATCH_SIZE,
+            max_seq_len=length,
+            original_seq_len=length,
+            rope_theta=10_000.0,
+            **dict.fromkeys(("rope_factor", "beta_fast", "beta_slow"), 1),
+        )
+        pairs = torch.arange(turned).view(2, -1).mT.flatten()  # ours are (i, i + R/2), theirs neighbours
+        of_latent = torch.cat([torch.arange(module.latent_dim), module.latent_dim + pairs])
+        of_head = torch.cat([torch.arange(HEAD_DIM - turned), HEAD_DIM - turned + pairs])
+        of_heads = torch.cat([head * HEAD_DIM + of_head for head in range(NUM_HEADS)])
+        weights = {
+            "wkv_a.weight": module.down_proj.weight[of_latent],
+            "kv_norm.weight": module.latent_norm.weight,
+            "wkv_b.weight": module.up_proj.weight,
+            "wo.weight": module.out_proj.weight,
+        }
+        if query_factor:
+            down, norm, up = module.query_proj
+            weights |= {"wq_a.weight": down.weight, "q_norm.weight": norm.weight, "wq_b.weight": up.weight[of_heads]}
+        else:
+            weights |= {"wq.weight": module.query_proj.weight[of_heads]}
+        hidden = hidden_states(length)
+        mask = torch.full((length, length), float("-inf")).triu(1) if is_causal else None
+        output = functional_call(code.MLA(sizes), weights, (hidden, 0, code.precompute_freqs_cis(sizes), mask))
+        leaves = {"x": hidden, **dict(module.named_parameters())}
+        yield Pair(way, module(hidden), output, leaves)
+
+
 def moba(theirs: Theirs) -> Iterator[Pair]:
     attend = theirs.definitions("moba", "moba_attn_varlen_naive").moba_attn_varlen_naive
     for length, size, count in ((100, 16, 3), (128, 16, 2), (64, 8, 100)):
@@ -846,6 +906,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         long_short,
         luna,
         mamba2,
+        mla,
         moba,
         nsa,
         nystrom,
