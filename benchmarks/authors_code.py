@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import conv1d, layer_norm, pad, silu, softplus
+from torch.nn.functional import conv1d, layer_norm, logsigmoid, pad, silu, softplus
 
 from attn_zoo import AttnZooError, BuildContext, UnknownNameError, build_attention, build_mixer
 from attn_zoo.console import print_table
@@ -68,6 +68,11 @@ FILES = {
         *FLA,
         "fla/ops/gated_delta_rule/naive.py",
         "d1cf17992349fd3e94af999b22e3d3a81be4a2d1881ce5b70a3457257166e0cb",
+    ),
+    "gated sums": File(
+        *FLA,
+        "fla/ops/gla/naive.py",
+        "ac4b87e5b10089ec9ad424efb596de6d5168d89e4b74e5f5ced2f55a20e4641d",
     ),
     "sparse": File(
         *FLA,
@@ -399,6 +404,25 @@ def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
         log_decay = -module.log_rate.exp() * softplus(module.decay_proj(hidden) + module.step_bias)
         read, _ = rule(query, key, value, module.strength_proj(hidden).sigmoid(), log_decay)
+        gate = silu(module.gate_proj(hidden)).unflatten(-1, (NUM_HEADS, -1))
+        output = module.out_proj((rms_norm(read, module.norm_scale, 1e-5) * gate).flatten(2))
+        yield Pair(f"values {factor} x", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
+
+
+def gated_linear_attention(theirs: Theirs) -> Iterator[Pair]:
+    sums = theirs.definitions("gated sums", "naive_recurrent_gla").naive_recurrent_gla
+    for factor, temperature, length in ((1, 16.0, 100), (2, 1.0, 77)):
+        options: dict[str, Any] = {"value_factor": factor, "gate_temperature": temperature, "chunk_len": 16}
+        module = build(build_mixer, "gated_linear_attention", is_causal=True, **options)
+        hidden = hidden_states(length)
+        query, key, value, logit = (
+            rows.unflatten(-1, (NUM_HEADS, -1))
+            for rows in (
+                *(projection(hidden) for projection in (module.query_proj, module.key_proj, module.value_proj)),
+                module.decay_up_proj(module.decay_down_proj(hidden)),
+            )
+        )
+        read, _ = sums(query, key, value, logsigmoid(logit) / temperature)
         gate = silu(module.gate_proj(hidden)).unflatten(-1, (NUM_HEADS, -1))
         output = module.out_proj((rms_norm(read, module.norm_scale, 1e-5) * gate).flatten(2))
         yield Pair(f"values {factor} x", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
@@ -901,6 +925,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         cosformer,
         differential,
         gated_deltanet,
+        gated_linear_attention,
         linear_attention,
         linformer,
         long_short,

@@ -22,7 +22,12 @@ from tests.exactness import assert_one_graph
 from tests.training.toy_task import cell, toy_task
 
 BATCH, HEADS, EMBED = 2, 3, 12
-NAMES = {"retention": {"value_factor": 2}, "gated_deltanet": {"value_factor": 2}, "mamba2": {"state_dim": 5}}
+NAMES = {
+    "retention": {"value_factor": 2},
+    "gated_linear_attention": {"value_factor": 2},
+    "gated_deltanet": {"value_factor": 2},
+    "mamba2": {"state_dim": 5},
+}
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
 
