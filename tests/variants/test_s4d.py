@@ -13,12 +13,13 @@ from torch.nn.functional import gelu
 
 from attn_zoo import BuildContext, ConfigError, UnsupportedError, build_attention, build_mixer
 from attn_zoo.attention.decode import state_bytes
+from attn_zoo.kernels.long_convolution import convolve, transform_size
 from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.flop_count import count_operations
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.registry import variants
 from attn_zoo.training import run_training
-from attn_zoo.variants.s4d import StateSpace, convolve, gather, respond, transform_size
+from attn_zoo.variants.s4d import StateSpace, gather, respond
 from tests.exactness import assert_one_graph, assert_transforms_as_autograd
 from tests.training.toy_task import cell, toy_task
 
