@@ -129,6 +129,28 @@ FILES = {
         "mamba_ssm/modules/ssd_minimal.py",
         "6442a9fe25a6792258df657392ab1fab4dd873ee777d9dd5783cc76030218e07",
     ),
+    **{
+        name: File(
+            "facebookresearch/mega", "aeaa4b44592cd1d60a9a34554e359eda2a62b03b", f"fairseq/modules/{file}.py", sha256
+        )
+        for name, file, sha256 in (
+            (
+                "gated",
+                "moving_average_gated_attention",
+                "90d331dbbac12817fe7b22371badedfc4d8ff24b6860336c0bc476cd9ab9ba90",
+            ),
+            (
+                "average",
+                "exponential_moving_average",
+                "223ee827cffa474c4b2f4759af1999c69b4c2de868174260c3f789a86df8c225",
+            ),
+            (
+                "distance bias",
+                "relative_positional_bias",
+                "c0b41ae90a621f9710e185649fc284d324bb289921308b7ae81029e47265e762",
+            ),
+        )
+    },
     "moba": File(
         "MoonshotAI/MoBA",
         "61e456bc956c5a25fd9c84e5496b661329cb1b72",
@@ -582,6 +604,94 @@ def mamba2(theirs: Theirs) -> Iterator[Pair]:
         yield Pair(f"N = {size}", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
 
 
+def mega(theirs: Theirs) -> Iterator[Pair]:
+    """Compare with their layer without its norm; of the future it has weights that a causal one does not use.
+
+    Of its activations, which another of their files has, the Laplace function is written out with all its digits.
+    """
+
+    def laplace(scores: Tensor) -> Tensor:
+        return (1 + torch.erf((scores - 0.5**0.5) * math.pi**0.5 * 2**0.5)) / 2
+
+    given = {
+        **FAIRSEQ,
+        "Parameter": nn.Parameter,
+        "SequenceNorm": lambda *_, **__: nn.Identity(),
+        "FairseqDropout": lambda *_, **__: _given,
+        "utils": SimpleNamespace(
+            softmax=FAIRSEQ["utils"].softmax,
+            laplace=laplace,
+            get_activation_fn=lambda activation: getattr(nn.functional, activation),
+        ),
+        **dict.fromkeys(("Dict", "Optional", "Tuple"), dict),
+    }
+    average = theirs.definitions("average", "MultiHeadEMA", **given).MultiHeadEMA
+    bias = theirs.definitions("distance bias", "SimpleRelativePositionalBias", **given).SimpleRelativePositionalBias
+    layer = theirs.definitions(
+        "gated", "MovingAverageGatedAttention", **given, MultiHeadEMA=average, SimpleRelativePositionalBias=bias
+    ).MovingAverageGatedAttention
+    for function, chunk_len, length, is_causal in (
+        ("softmax", 32, 128, False),
+        ("softmax", 32, 96, True),
+        ("laplace", 32, 96, False),
+        ("laplace", 24, 96, True),
+        ("softmax", 0, 75, False),
+        ("laplace", 0, 75, True),
+    ):
+        options: dict[str, Any] = {
+            "chunk_len": chunk_len,
+            "ema_dim": 6,
+            "query_dim": 24,
+            "attention_function": function,
+        }
+        module = build(build_mixer, "mega", is_causal=is_causal, **options)
+        whole = layer(
+            EMBED_DIM,
+            24,
+            2 * EMBED_DIM,
+            6,
+            attention_activation=function,
+            bidirectional=not is_causal,
+            chunk_size=chunk_len or -1,
+            max_positions=MAX_SEQ_LEN,
+        )
+        averages = {
+            "delta": "alpha",
+            "alpha": "delta",
+            "beta": "beta",
+        }  # two names are the other way round than in the paper
+        weights = {
+            "v_proj.weight": module.value_proj.weight,
+            "v_proj.bias": module.value_proj.bias,
+            "mx_proj.weight": module.mean_proj.weight,
+            "mx_proj.bias": module.mean_proj.bias,
+            "h_proj.weight": module.out_proj.weight,
+            "h_proj.bias": module.out_proj.bias,
+            "gamma": module.kappa,
+            "beta": module.mu,
+            "move.omega": module.omega,
+            "rel_pos_bias.rel_pos_bias": pad(
+                module.distance_bias, (0, (chunk_len or MAX_SEQ_LEN) - 1) if is_causal else (0, 0)
+            ),
+            **{f"move.{name}": getattr(module, ours).flatten(0, 1)[..., None] for name, ours in averages.items()},
+            "move.gamma": module.eta.flatten(0, 1),
+        }
+        hidden, mask = hidden_states(length), None if is_causal and function == "laplace" else padding(length)
+        keep = torch.ones(BATCH_SIZE, length, 1) if mask is None else ~mask[..., None]
+        seen = None
+        if is_causal:
+            seen = torch.ones(chunk_len or length, chunk_len or length).tril()
+            seen = seen if function == "laplace" else seen.log()
+        output, _ = functional_call(
+            whole, weights, (hidden.transpose(0, 1),), {"padding_mask": mask, "attn_mask": seen}
+        )
+        case = f"{function}, chunks of {chunk_len or length} of {length}"
+        case += ", causal" * is_causal + ", padding" * (mask is not None)
+        leaves = {"x": hidden, **dict(module.named_parameters())}
+        ours = module(hidden, key_padding_mask=mask)
+        yield Pair(case, ours * keep, output.transpose(0, 1) * keep, leaves)
+
+
 def mla(theirs: Theirs) -> Iterator[Pair]:
     """Compare with both ways of theirs, with values made and with latents read; its pairs are in another order."""
 
@@ -931,6 +1041,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         long_short,
         luna,
         mamba2,
+        mega,
         mla,
         moba,
         nsa,
