@@ -605,9 +605,9 @@ def mamba2(theirs: Theirs) -> Iterator[Pair]:
 
 
 def mega(theirs: Theirs) -> Iterator[Pair]:
-    """Compare with their layer without its norm; of the future it has weights that a causal one does not use.
+    """Compare with their layer without its norm. Its Laplace function, of another file, is written out in all digits.
 
-    Of its activations, which another of their files has, the Laplace function is written out with all its digits.
+    Causal and under padding, that function divides by other counts than ours.
     """
 
     def laplace(scores: Tensor) -> Tensor:
@@ -655,11 +655,7 @@ def mega(theirs: Theirs) -> Iterator[Pair]:
             chunk_size=chunk_len or -1,
             max_positions=MAX_SEQ_LEN,
         )
-        averages = {
-            "delta": "alpha",
-            "alpha": "delta",
-            "beta": "beta",
-        }  # two names are the other way round than in the paper
+        averages = {"delta": "alpha", "alpha": "delta", "beta": "beta"}  # their code calls the first two the other way
         weights = {
             "v_proj.weight": module.value_proj.weight,
             "v_proj.bias": module.value_proj.bias,
@@ -670,9 +666,7 @@ def mega(theirs: Theirs) -> Iterator[Pair]:
             "gamma": module.kappa,
             "beta": module.mu,
             "move.omega": module.omega,
-            "rel_pos_bias.rel_pos_bias": pad(
-                module.distance_bias, (0, (chunk_len or MAX_SEQ_LEN) - 1) if is_causal else (0, 0)
-            ),
+            "rel_pos_bias.rel_pos_bias": pad(module.distance_bias, (0, ((chunk_len or MAX_SEQ_LEN) - 1) * is_causal)),
             **{f"move.{name}": getattr(module, ours).flatten(0, 1)[..., None] for name, ours in averages.items()},
             "move.gamma": module.eta.flatten(0, 1),
         }

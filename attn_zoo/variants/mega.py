@@ -156,7 +156,8 @@ def respond(weight: Tensor, blocks: Tensor, places: Tensor, length: int) -> Tens
         `[M, E, L]`.
     """
     found = (weight[:, :, None].to(blocks.dtype) * blocks) @ places.mT  # [M, E, L / c, c]
-    return found.flatten(2)[..., :length]
+    response: Tensor = found.flatten(2)[..., :length]
+    return response
 
 
 @in_own_dtype
@@ -173,7 +174,8 @@ def gather(tokens: Tensor, blocks: Tensor, places: Tensor) -> Tensor:
     """
     (count, size), length = two_levels(tokens.shape[-1]), tokens.shape[-1]
     latest_first = pad(tokens.flip(-1), (0, count * size - length)).unflatten(-1, (count, size))
-    return ((latest_first @ places) * blocks).sum(2)
+    of_blocks: Tensor = (latest_first @ places) * blocks  # [B, E, n / c, N]
+    return of_blocks.sum(2)
 
 
 def _options(shape: Shape) -> MegaConfig:
@@ -384,8 +386,8 @@ class Mega(AbstractMixer):
             return masked_softmax(scores, keep)
         if keep is None:
             return _laplace((query / key.shape[-2] @ key.mT).to(wide) + bias.to(wide))
-        count = keep.sum(-1, keepdim=True).clamp(min=1).to(query.dtype)
-        return _laplace((query / count @ key.mT).to(wide) + bias.to(wide)) * keep.to(wide)
+        count = keep.sum(-1, keepdim=True).clamp(min=1).to(wide)  # bfloat16 counts to 256
+        return _laplace(((query / count).to(query.dtype) @ key.mT).to(wide) + bias.to(wide)) * keep.to(wide)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None, dropout_p: float = 0.0
