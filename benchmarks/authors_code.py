@@ -664,7 +664,7 @@ def mega(theirs: Theirs) -> Iterator[Pair]:
             "h_proj.weight": module.out_proj.weight,
             "h_proj.bias": module.out_proj.bias,
             "gamma": module.kappa,
-            "beta": module.mu,
+            "beta": pad(module.mu, (0, 0, 0, 2 - len(module.mu))),
             "move.omega": module.omega,
             "rel_pos_bias.rel_pos_bias": pad(module.distance_bias, (0, ((chunk_len or MAX_SEQ_LEN) - 1) * is_causal)),
             **{f"move.{name}": getattr(module, ours).flatten(0, 1)[..., None] for name, ours in averages.items()},

@@ -191,6 +191,11 @@ def _chunks(config: MegaConfig, length: int) -> tuple[int, int]:
     return chunk_sizes(length, config.chunk_len or length)
 
 
+def _num_shifts(config: MegaConfig) -> int:
+    """Count the rows of mu. That of keys adds the same to all scores of a query, which softmax does not see."""
+    return 1 if config.attention_function == "softmax" else 2
+
+
 def _widths(shape: Shape) -> tuple[int, int]:
     """Return z and v."""
     return _options(shape).query_dim, shape.embed_dim * _options(shape).value_factor
@@ -240,7 +245,8 @@ def mega_bytes(shape: Shape, itemsize: int) -> int:
     _, size = _chunks(config, shape.query_len)
     averages = shape.embed_dim * (1 + 4 * num_directions * config.ema_dim)
     distances = 1 + num_directions * (size - 1)
-    return shape.io_bytes(itemsize) + (averages + 4 * config.query_dim + distances) * itemsize
+    shared = (2 + _num_shifts(config)) * config.query_dim
+    return shape.io_bytes(itemsize) + (averages + shared + distances) * itemsize
 
 
 def mega_state_bytes(shape: Shape, itemsize: int) -> int:
@@ -248,6 +254,14 @@ def mega_state_bytes(shape: Shape, itemsize: int) -> int:
     config = _options(shape)
     memory = shape.embed_dim * config.ema_dim * max(4, itemsize)
     return shape.batch_size * (memory + config.chunk_len * sum(_widths(shape)) * itemsize)
+
+
+def mega_step_bytes(shape: Shape, itemsize: int) -> int:
+    """Count the memories, and the keys and values of the chunk that is begun."""
+    config = _options(shape)
+    memory = shape.embed_dim * config.ema_dim * max(4, itemsize)
+    num_begun = shape.key_len % config.chunk_len
+    return shape.batch_size * (memory + num_begun * sum(_widths(shape)) * itemsize)
 
 
 @register_mixer(
@@ -280,6 +294,7 @@ def mega_state_bytes(shape: Shape, itemsize: int) -> int:
         bytes=mega_bytes,
         projection_bytes=mega_projection_bytes,
         state_bytes=mega_state_bytes,
+        step_bytes=mega_step_bytes,
     ),
     reference=Reference(
         title="Mega: Moving Average Equipped Gated Attention",
@@ -294,6 +309,7 @@ def mega_state_bytes(shape: Shape, itemsize: int) -> int:
             "It is one head, as in the paper: the number of heads of the model does not matter.",
             "Averages are divided by sqrt(N), which only the authors' code does.",
             "Averages are computed in float32 at least, their decays and powers of these in float64.",
+            "Under softmax keys have no mu, which would add the same to all scores of a query.",
             "Positional bias is the simple one, the authors' default; their rotary one is left out.",
             "A causal average has weights, and its scores biases, for the past alone; theirs have unused ones.",
             "The Laplace function divides by the keys that a query sees; theirs, causal, by all so far, padded or not.",
@@ -330,7 +346,7 @@ class Mega(AbstractMixer):
         self.mean_proj = nn.Linear(embed_dim, 2 * embed_dim + query_dim + value_dim)  # phi, z, gamma, h
         self.out_proj = nn.Linear(value_dim, embed_dim, bias=True)  # U_h, b_h
         self.kappa = nn.Parameter(torch.empty(2, query_dim).normal_(std=INIT_STD))  # of queries and keys
-        self.mu = nn.Parameter(torch.zeros(2, query_dim))
+        self.mu = nn.Parameter(torch.zeros(_num_shifts(config), query_dim))
         reach = config.chunk_len or build.max_seq_len
         # By key position minus query position, from 1 - C to 0, or to C - 1 where there are later keys.
         num_biases = reach if build.is_causal else 2 * reach - 1
@@ -353,10 +369,9 @@ class Mega(AbstractMixer):
         value = silu(self.value_proj(hidden))
         sizes = [embed_dim, query_dim, value.shape[-1], embed_dim]
         update, shared, reset, candidate = self.mean_proj(mean).split(sizes, dim=-1)
-        query, key = (
-            torch.addcmul(mu, silu(shared), kappa)
-            for kappa, mu in zip(self.kappa.to(shared.dtype), self.mu.to(shared.dtype), strict=True)
-        )
+        shared, kappa, mu = silu(shared), self.kappa.to(shared.dtype), self.mu.to(shared.dtype)
+        query = torch.addcmul(mu[0], shared, kappa[0])
+        key = torch.addcmul(mu[1], shared, kappa[1]) if len(mu) == 2 else shared * kappa[1]
         return query, key, value, silu(reset), candidate, update.sigmoid()
 
     def _merge(self, hidden: Tensor, attended: Tensor, reset: Tensor, candidate: Tensor, update: Tensor) -> Tensor:

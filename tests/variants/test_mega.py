@@ -17,7 +17,7 @@ from attn_zoo.kernels.trace import recording
 from attn_zoo.measure.flop_count import count_operations
 from attn_zoo.measure.memory import memory_of_pass
 from attn_zoo.registry import variants
-from attn_zoo.variants.mega import LAPLACE_MEAN, Average, gather, respond
+from attn_zoo.variants.mega import LAPLACE_MEAN, Average, MegaConfig, gather, respond
 from tests.exactness import assert_one_graph, assert_transforms_as_autograd
 
 BATCH, EMBED = 2, 4
@@ -114,7 +114,9 @@ def by_the_definition(mixer: Any, hidden: Tensor, mask: Tensor | None) -> Tensor
         made = mixer.mean_proj(silu(mean))
         update, shared = made[:, :EMBED].sigmoid(), silu(made[:, EMBED : EMBED + query_dim])
         reset = silu(made[:, EMBED + query_dim : EMBED + query_dim + value_dim])
-        queries, keys = (shared * mixer.kappa[i] + mixer.mu[i] for i in range(2))
+        # What keys have in common adds the same to all scores of a query, and softmax does not see it.
+        shifts = [*mixer.mu, torch.full((query_dim,), 0.7)]
+        queries, keys = (shared * mixer.kappa[i] + shifts[i] for i in range(2))
         values = silu(mixer.value_proj(rows))
         weights = [weights_of(mixer, i, queries[i], keys, is_padding) for i in range(len(rows))]
         attended = torch.tensor(weights, dtype=rows.dtype) @ values
@@ -274,10 +276,10 @@ def test_long_averages_keep_their_digits_in_narrow_types(is_causal: bool, functi
 def test_autocast_leaves_the_average_alone():
     mixer, hidden = make(chunk_len=16).float(), draw(100).float()
     tokens, average = hidden.mT.contiguous(), mixer._average()
-    blocks, places = tables = average.tables(100, torch.float32)
+    blocks, places = average.tables(100, torch.float32)
     state = mixer.prefill(hidden)[1]
     runs = (
-        lambda: respond(average.weight, *tables, 100),
+        lambda: respond(average.weight, blocks, places, 100),
         lambda: gather(tokens, blocks[0], places[0]),
         lambda: mixer.prefill(hidden, state)[1].memory,
         lambda: mixer.step(hidden[:, :1], state)[1].memory,
@@ -312,6 +314,10 @@ def test_decoding_goes_on_from_a_prefill_with_a_state_that_does_not_grow(pieces:
     assert claim is not None
     shape = mixer.build.shape(BATCH, 1, 40, mixer.config, "mixer")
     assert set(sizes) == {claim(shape, 8)} == {8 * BATCH * (EMBED * 3 + 5 * (6 + 2 * EMBED))}
+    step = variants["mega"].complexity.step_bytes
+    assert step is not None
+    filled = [step(mixer.build.shape(BATCH, 1, length, mixer.config, "mixer"), 8) for length in (4, 5, 7)]
+    assert filled == [8 * BATCH * (EMBED * 3 + count * (6 + 2 * EMBED)) for count in (4, 0, 2)]
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in (state.key, state.value))  # no view keeps a prompt
     narrow = mixer.bfloat16().init_state(BATCH)
     assert (narrow.memory.dtype, narrow.key.dtype) == (torch.float32, torch.bfloat16)
@@ -390,7 +396,7 @@ def test_claims_know_whether_there_are_chunks():
     variant = variants["mega"]
     exponents = [
         (claim.time_exponent, claim.memory_exponent, "L^2" in claim.time)
-        for claim in (variant.complexity_of(variant.config(chunk_len=size)) for size in (128, 0))
+        for claim in (variant.complexity_of(MegaConfig(chunk_len=size)) for size in (128, 0))
     ]
     assert exponents == [(1, 1, False), (2, 2, True)]
 
