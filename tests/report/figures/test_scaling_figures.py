@@ -133,7 +133,7 @@ def test_a_label_looks_the_same_whatever_else_is_drawn():
 
 
 def test_variants_of_the_zoo_have_colours_of_their_own():
-    """There are twenty-three: two that are never drawn together, one causal only and the other never, may share one."""
+    """There are twenty-four: two that are never drawn together, one causal only and the other never, may share one."""
     ours = [variants[name] for name in variants if variants[name].provider == "attn_zoo"]  # none of another test
     others = [each for each in ours if not each.capabilities.is_exact]
     controls = {each.name for each in ours if each.capabilities.is_control}
