@@ -1,6 +1,6 @@
 """Mega: gated attention of one head, whose queries and keys are made of moving averages of each feature.
 
-Ma et al. 2022, "Mega: Moving Average Equipped Gated Attention", arXiv 2209.10655, sections 3.1 to 3.5. The moving
+Ma et al. 2022, "Mega: Moving Average Equipped Gated Attention", arXiv 2209.10655, section 3. The moving
 average, damped and in N dimensions, of each feature x by itself; alpha and delta are sigmoids, from 0 to 1:
     u_t = beta x_t,   h_t = alpha u_t + (1 - alpha delta) h_{t-1},   EMA(x)_t = eta^T h_t / sqrt(N) + omega x_t
 Without a causal mask a second one, with alpha, delta, beta and eta of its own, reads from the end to the start, and
@@ -301,24 +301,24 @@ def mega_step_bytes(shape: Shape, itemsize: int) -> int:
         authors="Ma et al.",
         year=2022,
         url="https://arxiv.org/abs/2209.10655",
-        equation="sections 3.1 to 3.5",
+        equation="section 3",
         code="https://github.com/facebookresearch/mega",
         deviations=(
-            "The update gate mixes in X, and the model adds its residual to that: around it X counts 2 - phi times.",
-            "The authors' layer has no other residual; X there is what comes before the norm, where that comes first.",
+            "Y has the residual (1 - phi) X inside, and the model adds its own around it; the authors add none.",
+            "In that residual X is what the layer is given; the authors, who norm first, take it from before the norm.",
             "It is one head, as in the paper: the number of heads of the model does not matter.",
             "Averages are divided by sqrt(N), which only the authors' code does.",
             "Averages are computed in float32 at least, their decays and powers of these in float64.",
             "Under softmax keys have no mu, which would add the same to all scores of a query.",
             "Positional bias is the simple one, the authors' default; their rotary one is left out.",
-            "A causal average has weights, and its scores biases, for the past alone; theirs have unused ones.",
-            "The Laplace function divides by the keys that a query sees; theirs, causal, by all so far, padded or not.",
+            "Causal scores have biases of the past alone; the authors' code has unused ones of the future.",
+            "The causal Laplace function divides by the keys that a query sees; theirs counts padded ones too.",
             "Mean and deviation of the Laplace function are exact; the authors' code has six digits of them.",
             "A last chunk may be shorter than the others; theirs is filled up with padding.",
             "Only weights are dropped; the authors' code may drop features of averages, values and outputs as well.",
             "Projections are initialised as in all models, averages, kappa, mu and biases as in the authors' code.",
             "Padded positions write nothing into averages, but time passes, and these decay.",
-            "It attends in chunks unless chunk_len is 0, as the authors' code does where it is not told to.",
+            "It attends in chunks unless chunk_len is 0; the authors' code attends to everything unless told to chunk.",
         ),
     ),
 )
