@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import conv1d, layer_norm, logsigmoid, pad, silu, softplus
+from torch.nn.functional import conv1d, layer_norm, pad, silu, softplus
 
 from attn_zoo import AttnZooError, BuildContext, UnknownNameError, build_attention, build_mixer
 from attn_zoo.console import print_table
@@ -73,6 +73,11 @@ FILES = {
         *FLA,
         "fla/ops/gla/naive.py",
         "ac4b87e5b10089ec9ad424efb596de6d5168d89e4b74e5f5ced2f55a20e4641d",
+    ),
+    "gated sums layer": File(
+        *FLA,
+        "fla/layers/gla.py",
+        "e9fee93b18aaf9d72320633323cd3900598ea4ed0699d22c476c374b6d1f56c7",
     ),
     "sparse": File(
         *FLA,
@@ -432,22 +437,48 @@ def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
 
 
 def gated_linear_attention(theirs: Theirs) -> Iterator[Pair]:
-    sums = theirs.definitions("gated sums", "naive_recurrent_gla").naive_recurrent_gla
-    for factor, temperature, length in ((1, 16.0, 100), (2, 1.0, 77)):
-        options: dict[str, Any] = {"value_factor": factor, "gate_temperature": temperature, "chunk_len": 16}
-        module = build(build_mixer, "gated_linear_attention", is_causal=True, **options)
+    """Compare their layer around the recurrence that they check their kernels with."""
+    naive = theirs.definitions("gated sums", "naive_recurrent_gla").naive_recurrent_gla
+
+    def recurrent(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return naive(q, k, v, gk)[0], None
+
+    def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return recurrent(q, k, v, g)
+
+    class NormGated(nn.Module):
+        def __init__(self, hidden_size: int, elementwise_affine: bool, eps: float) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(hidden_size)), eps
+            assert elementwise_affine
+
+        def forward(self, rows: Tensor, gate: Tensor) -> Tensor:
+            return rms_norm(rows, self.weight, self.eps) * silu(gate)
+
+    layer = theirs.definitions(
+        "gated sums layer",
+        "GatedLinearAttention",
+        FusedRMSNormGated=NormGated,
+        fused_recurrent_gla=recurrent,
+        chunk_gla=chunked,
+        get_layer_cache=lambda *_: None,
+        update_layer_cache=lambda *_, **__: None,
+        unpad_hidden_states=lambda hidden, *_: (hidden, None, None),
+        repad_hidden_states=_given,
+    ).GatedLinearAttention
+    names = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj", "g_proj": "gate_proj"}
+    names |= {"o_proj": "out_proj", "gk_proj.0": "rank_proj", "gk_proj.1": "decay_proj"}
+    for share, factor, rank, length in ((1.0, 1, 5, 50), (0.5, 2, 16, 130)):  # the second is the paper's layer
+        options: dict[str, Any] = {"value_factor": factor, "gate_rank": rank, "chunk_len": 16}
+        sizes = {"head_dim": int(HEAD_DIM * share)}
+        module = build(build_mixer, "gated_linear_attention", is_causal=True, sizes=sizes, **options)
         hidden = hidden_states(length)
-        query, key, value, logit = (
-            rows.unflatten(-1, (NUM_HEADS, -1))
-            for rows in (
-                *(projection(hidden) for projection in (module.query_proj, module.key_proj, module.value_proj)),
-                module.decay_up_proj(module.decay_down_proj(hidden)),
-            )
-        )
-        read, _ = sums(query, key, value, logsigmoid(logit) / temperature)
-        gate = silu(module.gate_proj(hidden)).unflatten(-1, (NUM_HEADS, -1))
-        output = module.out_proj((rms_norm(read, module.norm_scale, 1e-5) * gate).flatten(2))
-        yield Pair(f"values {factor} x", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
+        weights = {f"{their}.weight": getattr(module, our).weight for their, our in names.items()}
+        weights |= {"gk_proj.1.bias": module.decay_proj.bias, "g_norm_swish_gate.weight": module.norm_scale}
+        whole = layer("chunk", EMBED_DIM, share, share * factor, NUM_HEADS, gate_low_rank_dim=rank)
+        output, _, _ = functional_call(whole, weights, (hidden,))
+        case = f"keys of {share} of the width, values {factor} x"
+        yield Pair(case, module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
 
 
 def _convolved(rows: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:

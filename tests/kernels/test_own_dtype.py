@@ -8,7 +8,7 @@ import torch
 from attn_zoo import BuildContext, build_attention
 from attn_zoo.kernels.chunked_sums import chunked_sums
 from attn_zoo.kernels.own_dtype import in_own_dtype
-from attn_zoo.variants import gated_deltanet, mamba2, retention
+from attn_zoo.variants import gated_deltanet, gated_linear_attention, mamba2, retention
 
 SIZES: dict[str, Any] = {"num_heads": 2, "head_dim": 8, "embed_dim": 16, "max_seq_len": 200}
 
@@ -64,6 +64,9 @@ def test_memories_that_decay_are_wide():
     writes = gated_deltanet.Writes(query, key / 8, value, log_decay, strength)
     assert torch.equal(*both_ways(lambda: gated_deltanet.gated_delta_rule(writes, memory, chunk_len=16)[1]))
     assert torch.equal(*both_ways(lambda: gated_deltanet.recur(writes, memory)[1]))
+    gated = gated_linear_attention.Writes(query, key, value, -query.abs())
+    assert torch.equal(*both_ways(lambda: gated_linear_attention.gated_sums(gated, memory, chunk_len=16)[1]))
+    assert torch.equal(*both_ways(lambda: gated_linear_attention.recur(gated, memory)[1]))
     inputs = mamba2.Inputs(value.transpose(1, 2), key[:, 0], query[:, 0], strength.mT, log_decay.mT)
     side_by_side = torch.randn(1, 1, 8, 16)
     assert torch.equal(*both_ways(lambda: mamba2.state_space_dual(inputs, side_by_side, chunk_len=16)[1]))

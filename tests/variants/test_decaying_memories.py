@@ -24,8 +24,8 @@ from tests.training.toy_task import cell, toy_task
 BATCH, HEADS, EMBED = 2, 3, 12
 NAMES = {
     "retention": {"value_factor": 2},
-    "gated_linear_attention": {"value_factor": 2},
     "gated_deltanet": {"value_factor": 2},
+    "gated_linear_attention": {"value_factor": 2, "gate_rank": 3},
     "mamba2": {"state_dim": 5},
 }
 
@@ -148,7 +148,7 @@ def test_refusals(name: str, build: dict[str, Any], capability: str):
     assert caught.value.capability == capability
 
 
-@pytest.mark.parametrize("size", ["chunk_len", "conv_len", "value_factor", "state_dim", "expand"])
+@pytest.mark.parametrize("size", ["chunk_len", "conv_len", "gate_rank", "value_factor", "state_dim", "expand"])
 def test_impossible_sizes(name: str, size: str):
     options: dict[str, Any] = {size: 0}
     if size in variants[name].config.__dataclass_fields__:

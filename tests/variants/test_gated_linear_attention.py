@@ -1,38 +1,28 @@
-"""Gated linear attention: the equations term by term, halves of a chunk, digits behind tokens that forget."""
+"""Gated linear attention: the parallel form pair by pair, features that forget beside those that keep, and digits."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_zoo import BuildContext, build_mixer
-from attn_zoo.variants.gated_linear_attention import (
-    NORM_EPS,
-    GatedLinearAttention,
-    GatedLinearAttentionConfig,
-    Writes,
-    gated_sums,
-    recur,
-    within_chunk,
-)
+from attn_zoo import BuildContext, ConfigError, build_mixer
+from attn_zoo.variants.gated_linear_attention import NORM_EPS, Writes, gated_sums, recur
 
-BATCH, HEADS, DIM, EMBED = 2, 2, 3, 6
+BATCH, HEADS, DIM, EMBED = 2, 3, 4, 12
 
 
-def make(**options: Any) -> GatedLinearAttention:
-    """Return a module whose parameters have left where they start."""
+def make(**options: Any) -> Any:
     torch.manual_seed(0)
     build = BuildContext(embed_dim=EMBED, num_heads=HEADS, max_seq_len=64, is_causal=True)
-    module = build_mixer("gated_linear_attention", build, **options).double().eval()
-    assert isinstance(module, GatedLinearAttention)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-    return module
+    mixer: Any = build_mixer("gated_linear_attention", build, **options).double().eval()
+    with torch.no_grad():  # a scale of 1 hides that it is missing
+        mixer.norm_scale += 0.1 * torch.randn_like(mixer.norm_scale)
+    return mixer
 
 
 def draw(length: int) -> Tensor:
@@ -48,105 +38,149 @@ def padding_for(length: int) -> Tensor:
 
 
 @torch.no_grad()
-def by_the_definition(module: GatedLinearAttention, hidden: Tensor, padding: Tensor | None) -> Tensor:
-    """Write equation 4 and the output out: query by query, key by key, feature by feature."""
-    output, temperature = torch.zeros_like(hidden), module.config.gate_temperature
-    if padding is not None:  # a padded position writes nothing; time passes
-        hidden = hidden.masked_fill(padding[..., None], 0.0)
-    for entry in range(BATCH):
-        rows = hidden[entry]
-        logits = module.decay_up_proj(module.decay_down_proj(rows)).view(-1, HEADS, DIM).tolist()
-        alphas = [[[(1 / (1 + math.exp(-x))) ** (1 / temperature) for x in head] for head in row] for row in logits]
-        queries, keys, values = (
-            projection(rows).view(len(rows), HEADS, -1)
-            for projection in (module.query_proj, module.key_proj, module.value_proj)
-        )
-        for t in range(len(rows)):
+def by_the_definition(mixer: Any, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Write the parallel form out: each pair of tokens has a weight, the sum over features of q k alpha .. alpha."""
+    output = torch.zeros_like(hidden)
+    tau, first, second = mixer.config.temperature, mixer.rank_proj.weight, mixer.decay_proj.weight
+    for entry, tokens in enumerate(hidden):
+        rows = tokens if mask is None else tokens.masked_fill(mask[entry, :, None], 0.0)
+        decays = 1 / (1 + (-(rows @ first.T @ second.T + mixer.decay_proj.bias)).exp()) ** (1 / tau)
+        for t, row in enumerate(rows):
             heads = []
             for head in range(HEADS):
-                total = torch.zeros_like(values[t, head])
+                mine = slice(head * DIM, (head + 1) * DIM)
+                query = (mixer.query_proj.weight @ row)[mine]
+                total = torch.zeros(DIM * mixer.config.value_factor, dtype=torch.float64)
                 for i in range(t + 1):
-                    score = sum(
-                        float(queries[t, head, d] * keys[i, head, d])
-                        * math.prod(alphas[j][head][d] for j in range(i + 1, t + 1))
-                        for d in range(DIM)
-                    )
-                    total += score / math.sqrt(DIM) * values[i, head]
-                heads.append(total / (total.square().mean() + NORM_EPS).sqrt() * module.norm_scale)
-            gate = module.gate_proj(rows[t])
-            output[entry, t] = module.out_proj(gate * torch.sigmoid(gate) * torch.cat(heads))
+                    key = (mixer.key_proj.weight @ rows[i])[mine]
+                    kept = [math.prod(decays[i + 1 : t + 1, column].tolist()) for column in range(DIM * HEADS)[mine]]
+                    weight = sum(float(q * k) * d for q, k, d in zip(query, key, kept, strict=True)) / math.sqrt(DIM)
+                    total += weight * (mixer.value_proj.weight @ rows[i]).view(HEADS, -1)[head]
+                heads.append(total / (total.square().mean() + NORM_EPS).sqrt() * mixer.norm_scale)
+            gate = mixer.gate_proj.weight @ row
+            output[entry, t] = mixer.out_proj.weight @ (gate * gate.sigmoid() * torch.cat(heads))
     return output
 
 
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("has_padding", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{"chunk_len": 4}, {"chunk_len": 3, "value_factor": 2, "gate_rank": 2, "gate_temperature": 1.0}, {}],
-)
-def test_both_paths_are_the_definition(length: int, has_padding: bool, options: dict[str, Any]) -> None:
-    module, hidden = make(**options), draw(length)
-    padding = padding_for(length) if has_padding else None
-    expected = by_the_definition(module, hidden, padding)
-    for run in (module, module.reference):
-        torch.testing.assert_close(run(hidden, key_padding_mask=padding), expected, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("options", [{}, {"value_factor": 2, "gate_rank": 2, "temperature": 0.7}])
+def test_both_paths_are_the_definition(length: int, has_padding: bool, options: dict[str, Any]):
+    mixer, hidden = make(chunk_len=4, **options), draw(length)
+    mask = padding_for(length) if has_padding else None
+    expected = by_the_definition(mixer, hidden, mask)
+    for run in (mixer, mixer.reference):
+        torch.testing.assert_close(run(hidden, key_padding_mask=mask), expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("size", [1, 2, 8, 32])
-def test_halves_of_a_chunk_have_every_pair_once(size: int) -> None:
-    generator = torch.Generator().manual_seed(size)
-    query, key, log_decay = torch.randn(3, size, DIM, generator=generator, dtype=torch.float64)
-    log_decay = -log_decay.abs()
-    value = torch.eye(size, dtype=torch.float64)  # so that the output is the matrix of weights
-    weights = within_chunk(Writes(query, key, value, log_decay))
-    expected = torch.zeros(size, size, dtype=torch.float64)
-    for t in range(size):
-        for i in range(t + 1):
-            expected[t, i] = query[t] @ (key[i] * log_decay[i + 1 : t + 1].sum(0).exp())
-    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-13)
+def test_what_came_before_padding_decays_over_it():
+    """A gap of padding counts as time: a token behind it sees the past as it would behind a gap of zeros."""
+    mixer, hidden = make(chunk_len=4, temperature=1.0), draw(12)
+    mask = torch.zeros(BATCH, 12, dtype=torch.bool)
+    mask[:, 3:9] = True
+    blanked = hidden.masked_fill(mask[..., None], 0.0)
+    output = mixer(hidden, key_padding_mask=mask)
+    torch.testing.assert_close(output, mixer(blanked), rtol=0, atol=1e-12)
+    without_gap = mixer(torch.cat([hidden[:, :3], hidden[:, 9:]], dim=1))
+    assert (output[:, 9:] - without_gap[:, 3:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("strong", [0.0, 30.0, 3000.0])
-def test_what_follows_tokens_that_forget_keeps_its_digits(strong: float) -> None:
-    """Each feature by tokens of its own: a factor that is shared would lose what another one keeps, or overflow."""
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_no_temperature_but_a_positive_one(temperature: float):
+    with pytest.raises(ConfigError, match="temperature: expected a number above 0"):
+        make(temperature=temperature)
+
+
+def written(length: int, log_decay: Tensor, dtype: torch.dtype = torch.float64) -> Writes:
     generator = torch.Generator().manual_seed(1)
-    query, key, value, drawn = torch.randn(4, 1, 2, 90, 4, generator=generator)
-    log_decay = -0.05 * drawn.abs()
-    log_decay[..., [*range(20), 40, 70], 0] -= strong
-    log_decay[..., [10, 33, 64], 1] -= strong
-    start, weights = torch.ones(1, 2, 4, 4), torch.randn(1, 2, 90, 4, generator=generator)
+    query, key, value = torch.randn(3, 1, 2, length, DIM, generator=generator, dtype=torch.float64)
+    return Writes(*(x.to(dtype) for x in (query, key, value, log_decay.expand(1, 2, length, DIM))))
 
-    def run(is_fast: bool, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value, log_decay)]
-        writes, memory = Writes(*leaves), start.to(dtype)
-        output, last = gated_sums(writes, memory, chunk_len=64) if is_fast else recur(writes, memory)
-        gradients = torch.autograd.grad((output * weights.to(dtype)).sum() + last.sum(), leaves)
-        return [x.detach().double() for x in (output, last, *gradients)]
 
-    exact, plain, fast = run(False, torch.float64), run(False, torch.float32), run(True, torch.float32)
+def results(function: Any, writes: Writes, **options: Any) -> list[Tensor]:
+    """Return the output, the last memory, and the gradients of all that goes in."""
+    leaves = [x.detach().clone().requires_grad_() for x in astuple(writes)]
+    start = torch.linspace(-1, 1, 2 * DIM * DIM, dtype=writes.key.dtype).view(1, 2, DIM, DIM).requires_grad_()
+    output, memory = function(Writes(*leaves), start, **options)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
+    gradients = torch.autograd.grad((output * upstream).sum() + memory.square().sum(), [*leaves, start])
+    return [x.detach().double() for x in (output, memory, *gradients)]
+
+
+@pytest.mark.parametrize("chunk_len", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 70])
+def test_chunks_are_the_recurrence_with_gradients(length: int, chunk_len: int):
+    writes = written(length, -torch.rand(1, 2, length, DIM, generator=torch.Generator().manual_seed(3)).double())
+    for fast, slow in zip(results(gated_sums, writes, chunk_len=chunk_len), results(recur, writes), strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("log_decay", [0.0, -1e-9, -30.0, -800.0])
+def test_any_decay_is_finite_and_right(log_decay: float):
+    """A decay may underflow to nothing in a chunk, whose later weights must not divide by it."""
+    writes = written(70, torch.tensor(log_decay, dtype=torch.float64))
+    for fast, slow in zip(results(gated_sums, writes, chunk_len=16), results(recur, writes), strict=True):
+        assert fast.isfinite().all()
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+
+def test_a_feature_that_forgets_takes_nothing_from_one_that_keeps():
+    """Of the first feature nothing is left after a token, while the second is summed."""
+    log_decay = torch.tensor([-torch.inf, 0.0, -900.0, -1e-3], dtype=torch.float64).clamp(min=-1e4)
+    writes = written(40, log_decay)
+    output, memory = gated_sums(writes, torch.ones(1, 2, DIM, DIM, dtype=torch.float64), chunk_len=16)
+    key, value = writes.key, writes.value
+    own, total = key[..., -1:, :].mT * value[..., -1:, :], 1 + key.mT @ value
+    torch.testing.assert_close(memory[:, :, [0, 2]], own[:, :, [0, 2]])
+    torch.testing.assert_close(memory[:, :, 1], total[:, :, 1])
+    torch.testing.assert_close(output[:, :, -1:], writes.query[:, :, -1:] @ memory)
+
+
+def bounded_by_the_recurrence(writes: Writes, chunk_len: int) -> None:
+    """Compare in float32: twice the error of the recurrence in float32, and rounding, are allowed."""
+    narrow = Writes(*(x.float() for x in astuple(writes)))
+    exact = results(recur, Writes(*(x.double() for x in astuple(narrow))))
+    plain, fast = results(recur, narrow), results(gated_sums, narrow, chunk_len=chunk_len)
     for reference, by_steps, by_chunks in zip(exact, plain, fast, strict=True):
         rounding = 4 * torch.finfo(torch.float32).eps * reference.abs().max()
         assert (by_chunks - reference).abs().max() <= 2 * (by_steps - reference).abs().max() + rounding
 
 
-def test_a_gate_that_is_open_sums_and_one_that_is_shut_remembers_nothing() -> None:
-    generator = torch.Generator().manual_seed(3)
-    query, key, value = torch.randn(3, 1, 1, 20, 4, generator=generator, dtype=torch.float64)
-    nothing = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
-    for log_decay, seen in ((0.0, torch.ones(20, 20).tril()), (-1e30, torch.eye(20))):
-        output, _ = gated_sums(Writes(query, key, value, torch.full_like(query, log_decay)), nothing, chunk_len=8)
-        expected = (query @ key.mT * seen.double()) @ value
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("strong", [20.0, 80.0, 200.0])
+def test_what_follows_tokens_that_forget_keeps_its_digits(strong: float):
+    log_decay = -0.05 * torch.rand(1, 2, 90, DIM, generator=torch.Generator().manual_seed(1))
+    log_decay[..., [*range(20), 40, 70], :] -= strong
+    bounded_by_the_recurrence(written(90, log_decay), chunk_len=64)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gate_rank": 0}, "gate_rank: expected at least 1; got 0"),
-        ({"gate_temperature": 0.0}, "gate_temperature: expected more than 0; got 0.0"),
-        ({"gate_temperature": math.nan}, "gate_temperature: expected more than 0; got nan"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GatedLinearAttentionConfig(**options)
+@pytest.mark.parametrize("weak", [1e-9, 1e-5, 1e-3])
+def test_slow_decays_keep_their_digits(weak: float):
+    """Decays of 1 - 10^-9 are 1 in float32, in the recurrence as well."""
+    log_decay = -weak * torch.rand(1, 2, 300, DIM, generator=torch.Generator().manual_seed(1))
+    bounded_by_the_recurrence(written(300, log_decay), chunk_len=64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weak", [3e-8, 1e-6])
+def test_rounded_decays_do_not_add_up_over_chunks(weak: float):
+    """One of 1 - 3 10^-8 is 1 in float32: by steps, the oldest of 8192 tokens keep 0.02 % too much."""
+    wide = written(8192, torch.tensor(-weak, dtype=torch.float32).double())
+    narrow = Writes(*(x.float() for x in astuple(wide)))
+    start = torch.zeros(1, 2, DIM, DIM, dtype=torch.float64)
+    _, exact = gated_sums(Writes(*(x.double() for x in astuple(narrow))), start, chunk_len=64)
+    _, memory = gated_sums(narrow, start.float(), chunk_len=64)
+    assert (memory - exact).abs().max() < 64 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_reference_decays_in_16_bits_as_in_64(dtype: torch.dtype):
+    """Decays above 1 - 2^-12 are 1 in 16 bits."""
+    torch.manual_seed(0)
+    context = BuildContext(embed_dim=32, num_heads=4, max_seq_len=400, is_causal=True)
+    mixer: Any = build_mixer("gated_linear_attention", context, temperature=1e4).to(dtype).eval()
+    hidden = torch.randn(1, 400, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        narrow = mixer.reference(hidden)
+        wide = mixer.double().reference(hidden.double())
+    assert narrow.dtype == dtype
+    assert (narrow.double() - wide).abs().max() < 4 * torch.finfo(dtype).eps * wide.abs().max()
