@@ -2,11 +2,12 @@
 
 DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", arXiv
 2405.04434, equations 9 to 19. For a position's hidden state h:
-    latent          c = RMSNorm(W_DKV h)                                                    (9)
-    keys, values    k_i^C = W_UK,i c,   v_i = W_UV,i c                                      (10, 11)
-    decoupled RoPE  k^R = RoPE(W_KR h), one for all heads;   q_i = [q_i^C; RoPE(q_i^R)]     (14 to 17)
-    attention       out = W_O [o_1 .. o_H],   o_i = softmax(q_i^T [k_i^C; k^R] / sqrt(D)) v_i     (18, 19)
-Queries are W_Q h, or come from a latent of their own: [q_i^C; q_i^R] = W_UQ,i RMSNorm(W_DQ h)     (12, 13)
+    latent (9)               c = RMSNorm(W_DKV h)
+    keys, values (10, 11)    k_i^C = W_UK^i c,   v_i = W_UV^i c
+    rotary keys (15)         k^R = RoPE(W_KR h), one for all heads
+    queries (14, 16)         q_i = [q_i^C; RoPE(q_i^R)],   [q_i^C; q_i^R] = W_Q^i h
+    attention (17 to 19)     out = W_O [o_1 .. o_H],   o_i = softmax(q_i^T [k_i^C; k^R] / sqrt(D)) v_i
+Or queries come from a latent of their own, W_UQ^i RMSNorm(W_DQ h) in place of W_Q^i h (12, 13).
 Decoding never makes keys or values (section 2.1.2): q^T W_UK c is a product of W_UK^T q with c itself, and the sum of
 values W_UV times the sum of latents. So each head reads the same rows [c; k^R], as in multi-query attention.
 Symbols: C is the paper's d_c, R its d_h^R.
