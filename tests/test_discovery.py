@@ -232,7 +232,7 @@ def test_an_edit_within_the_same_second_counts_and_no_bytecode_is_left(tmp_path,
         os.utime(path, (1e9, 1e9))
         load_file(path)
         assert f"zoo_{name}" in tasks
-        for module in [module for module in sys.modules if module.startswith("attn_zoo_file_")]:
+        for module in [module for module in sys.modules if module.startswith("attn_zoo_file_task_")]:
             del sys.modules[module]  # as in a process of its own
     assert list(tmp_path.iterdir()) == [path]
 
