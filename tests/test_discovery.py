@@ -58,8 +58,9 @@ HANGS = "import time\nwhile True: time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
-def forget(registry_kept: None) -> Iterator[None]:
-    """Leave modules as they were too."""
+def forget(registry_kept: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave modules as they were too, and know of no import that another test tried."""
+    monkeypatch.setattr(providers, "_tried", {})
     modules = set(sys.modules)
     yield
     for name in set(sys.modules) - modules:
@@ -141,7 +142,6 @@ def test_a_module_with_several_entry_points_is_tried_once(site, tmp_path, monkey
     site(zoo_plugin_tried="")
     entries = tmp_path / "zoo_plugin_tried-1.0.dist-info" / "entry_points.txt"
     entries.write_text("[attn_zoo.variants]\none = zoo_plugin_tried\ntwo = zoo_plugin_tried\n")
-    monkeypatch.setattr(providers, "_tried", {})
     tried: list[str] = []
 
     def why_not_import(module: str, *_: object) -> str:

@@ -747,7 +747,8 @@ def test_a_run_compiles_before_it_measures_or_says_why_not(monkeypatch):
 
     monkeypatch.setattr(replay_module, "_native", None)
     monkeypatch.setattr(replay_module, "_why_not", "")
-    monkeypatch.delenv("ATTN_ZOO_REPLAY", raising=False)
+    monkeypatch.setenv("ATTN_ZOO_REPLAY", "")  # so that whatever is set from here on is undone
+    monkeypatch.delenv("ATTN_ZOO_REPLAY")
     monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
     monkeypatch.setattr(replay_module, "_load", load)
     for _ in range(2):
@@ -766,7 +767,8 @@ def test_what_was_compiled_elsewhere_and_cannot_be_loaded_is_said(monkeypatch, t
     said: list[str] = []
     monkeypatch.setattr(replay_module, "_native", None)
     monkeypatch.setattr(replay_module, "_why_not", "")
-    monkeypatch.delenv("ATTN_ZOO_REPLAY", raising=False)
+    monkeypatch.setenv("ATTN_ZOO_REPLAY", "")  # so that whatever is set from here on is undone
+    monkeypatch.delenv("ATTN_ZOO_REPLAY")
     monkeypatch.setattr(replay_module, "_found", lambda _: (1, 1))
     monkeypatch.setattr(replay_module, "_place", lambda: tmp_path / "module.so")
     (tmp_path / "module.so").write_text("of another machine")
