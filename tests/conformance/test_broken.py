@@ -10,6 +10,7 @@ from tests.conformance.broken_claims import CLAIMS, DECODE, MIXER, MIXER_COST, P
 from tests.conformance.broken_contract import CARRY, CONTRACT, SortsByTheFuture, SoundCarry, SoundRouting
 from tests.conformance.broken_decoding import DECODING, DECODING_MIXERS, SOUND_DECODING
 from tests.conformance.broken_dependence import DEPENDENCE, DROPOUT, SoundDropout
+from tests.conformance.broken_device import DEVICE, SOUND_DEVICE
 from tests.conformance.broken_dropout import RATES, SOUND_DROPOUT
 from tests.conformance.broken_effects import EFFECTS, KeepsForBackward, SoundEffects
 from tests.conformance.broken_lengths import LENGTHS, SOUND_LENGTHS
@@ -29,6 +30,7 @@ BROKEN = (
     *MODES,
     *GRADIENTS,
     *EFFECTS,
+    *DEVICE,
     *(dresses[0] for dresses in DRESSED),
     *RATES,
 )
@@ -64,6 +66,7 @@ SOUND = (
     Broken(cls=SoundRouting, check="", capabilities={"causal": True, "dtypes": ("float64", "float32", "bfloat16")}),
     Broken(cls=SortsByTheFuture, check="", capabilities={"causal": "masked"}),
     *SOUND_DROPOUT,
+    *SOUND_DEVICE,
     Broken(cls=SoundEffects, check="", capabilities={"causal": True, "key_padding_mask": True}),
     Broken(cls=KeepsForBackward, check=""),
     Broken(cls=SoundDropout, check="", capabilities=DROPOUT),

@@ -12,6 +12,7 @@ from attn_zoo.conformance.checks.claims import CHECKS as CLAIMS
 from attn_zoo.conformance.checks.complexity import CHECKS as COMPLEXITY
 from attn_zoo.conformance.checks.cost_claims import CHECKS as COSTS
 from attn_zoo.conformance.checks.decoding import CHECKS as DECODING
+from attn_zoo.conformance.checks.device import CHECKS as DEVICE
 from attn_zoo.conformance.checks.dropout_rate import CHECKS as DROPOUT_RATE
 from attn_zoo.conformance.checks.independence import CHECKS as INDEPENDENCE
 from attn_zoo.conformance.checks.modes import CHECKS as MODES
@@ -31,6 +32,7 @@ CHECKS: tuple[Check, ...] = (
     *MODES,
     *DECODING,
     *CARRY,
+    *DEVICE,
     *RANDOMNESS,
     *DROPOUT_RATE,
     *CLAIMS,
