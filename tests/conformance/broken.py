@@ -198,7 +198,7 @@ class AlignsAtTheStart(Softmax):
     def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
         if not self.build.is_causal:
             return None
-        return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        return query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
 
 
 class InterleavesGroups(Softmax):

@@ -41,7 +41,8 @@ class WindowConfig(VariantConfig):
 
 class MissesOneKeyForEver(Softmax):
     def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-        distance = torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])
+        queries, keys = (torch.arange(x.shape[-2], device=x.device) for x in (query, key))
+        distance = queries[:, None] - keys
         window_size: int = min(self.config.window_size, max(key.shape[-2] - 1, 1))
         return distance.abs() < window_size
 
@@ -192,7 +193,7 @@ class ProjectedSoftmax(SoftmaxMixer):
         return output
 
     def init_state(self, batch_size: int, **keywords: Any) -> Tensor:
-        return torch.zeros(batch_size, 0, self.build.embed_dim, dtype=keywords.get("dtype"))
+        return torch.zeros(batch_size, 0, self.build.embed_dim, **keywords)
 
     def step(self, hidden: Tensor, state: Any) -> tuple[Tensor, Tensor]:
         state = torch.cat([state, self.proj(hidden)], dim=1)
@@ -257,7 +258,8 @@ class SumsKeysInTurn(Softmax):
 
 class SeesNeighboursOnly(Softmax):
     def keep(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-        return (torch.arange(query.shape[-2])[:, None] - torch.arange(key.shape[-2])).abs() <= 2
+        queries, keys = (torch.arange(x.shape[-2], device=x.device) for x in (query, key))
+        return (queries[:, None] - keys).abs() <= 2
 
 
 class ClaimsLinearWithoutAFormula(Softmax):
@@ -308,7 +310,9 @@ CLAIMS = (
     Broken(cls=WrongScale, check="matches_oracle", capabilities={"is_exact": True}),
     Broken(cls=MissesOneKeyForEver, check="converges", config=WindowConfig, complexity={"max_path": "L / W"}),
     Broken(cls=ForgetsOldTokens, check="decode", capabilities=DECODE),
-    Broken(cls=DeclaresDecodeOnly, check="decode", also=frozenset({"decode_state_bytes"}), capabilities=DECODE),
+    Broken(
+        cls=DeclaresDecodeOnly, check="decode", also=frozenset({"decode_state_bytes", "device"}), capabilities=DECODE
+    ),
     Broken(
         cls=ClaimsHalfTheState,
         check="decode_state_bytes",

@@ -147,7 +147,7 @@ class SortsByTheFuture(Softmax):
             return keep
         size = key.detach().square().sum((1, 3))  # [B, S]
         is_large = size > size.median(-1, keepdim=True).values
-        own = torch.eye(key.shape[-2], dtype=torch.bool)[-query.shape[-2] :]
+        own = torch.eye(key.shape[-2], dtype=torch.bool, device=key.device)[-query.shape[-2] :]
         return keep & (is_large[:, None, None] | own)
 
 

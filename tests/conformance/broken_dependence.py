@@ -40,7 +40,7 @@ class GradientCrossesBatch(Softmax):
 
 class PrefersLateKeys(Softmax):
     def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
-        return super().weights(scores + 1e-6 * torch.arange(scores.shape[-1], dtype=scores.dtype), keep)
+        return super().weights(scores + 1e-6 * torch.arange(scores.shape[-1]).to(scores), keep)
 
 
 class LeaksOneFutureToken(Softmax):
@@ -246,7 +246,7 @@ class OtherDropoutInBackward(Softmax):
 class NoisyInEvaluation(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = super().attend(query, key, value, mask)
-        return output * (1 + torch.finfo(output.dtype).eps * torch.randint(0, 2, output.shape, dtype=output.dtype))
+        return output * (1 + torch.finfo(output.dtype).eps * torch.randint(0, 2, output.shape).to(output))
 
 
 class HiddenParameter(Softmax):
@@ -255,7 +255,7 @@ class HiddenParameter(Softmax):
         self.shift = torch.randn(build.head_dim)  # neither parameter nor buffer
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return super().attend(query, key, value + self.shift.to(value.dtype), mask)
+        return super().attend(query, key, value + self.shift.to(value), mask)
 
 
 class KeepsWhatItMadeOfAParameter(Softmax):

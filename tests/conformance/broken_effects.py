@@ -201,7 +201,7 @@ class KeepsATableInItsFirstDtype(Softmax):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.table is None:
-            self.table = torch.linspace(0.5, 1.0, query.shape[-1], dtype=query.dtype)
+            self.table = torch.linspace(0.5, 1.0, query.shape[-1]).to(query)
         return super().attend(query, key, value * self.table, mask)
 
 

@@ -108,7 +108,7 @@ class AlignsTopLeft(Softmax):
         keep = super().keep(query, key, mask)
         if keep is None or not self.build.is_causal:
             return keep
-        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        square = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         return square if mask is None else square & ~mask[:, None, None]
 
 
@@ -117,14 +117,14 @@ class SeesOneMoreOfManyKeys(Softmax):
         offset = key.shape[-2] - query.shape[-2]
         if not self.build.is_causal or offset < 8:
             return super().keep(query, key, mask)
-        keep = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(offset + 1)
+        keep = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(offset + 1)
         return keep if mask is None else keep & ~mask[:, None, None]
 
 
 class MeanBeforeTheFirstKey(Softmax):
     def weights(self, scores: Tensor, keep: Tensor | None) -> Tensor:
         weights = super().weights(scores, keep)
-        is_blind = torch.arange(scores.shape[-2])[:, None] < scores.shape[-2] - scores.shape[-1]
+        is_blind = torch.arange(scores.shape[-2], device=scores.device)[:, None] < scores.shape[-2] - scores.shape[-1]
         return torch.where(is_blind, 1.0 / scores.shape[-1], weights) if self.build.is_causal else weights
 
 

@@ -34,7 +34,7 @@ class GradientOfQueriesReadsPaddedKeys(Softmax):
 class AssumesPaddingAtTheEnd(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:
-            mask = torch.arange(mask.shape[1]) >= (~mask).sum(-1, keepdim=True)
+            mask = torch.arange(mask.shape[1], device=mask.device) >= (~mask).sum(-1, keepdim=True)
         return super().attend(query, key, value, mask)
 
 
@@ -67,7 +67,7 @@ class IgnoresMaskBeyondABlock(ChangesMasks):
     block_size = 64
 
     def changed(self, mask: Tensor) -> Tensor:
-        return mask & (torch.arange(mask.shape[1]) < self.block_size)
+        return mask & (torch.arange(mask.shape[1], device=mask.device) < self.block_size)
 
 
 class IgnoresMaskBeyond256(IgnoresMaskBeyondABlock):
@@ -122,7 +122,7 @@ class NoCausalMaskBesidePadding(Softmax):
 
 class MasksFourEntries(ChangesMasks):
     def changed(self, mask: Tensor) -> Tensor:
-        return mask & (torch.arange(len(mask)) < 4)[:, None]
+        return mask & (torch.arange(len(mask), device=mask.device) < 4)[:, None]
 
 
 class HidesByWhere(Softmax):

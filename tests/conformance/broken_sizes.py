@@ -21,7 +21,7 @@ class RoundsHeadsToAPowerOfTwo(Softmax):
 
 class ReadsSixtyFourFeatures(Softmax):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        known = torch.arange(query.shape[-1]) < 64
+        known = torch.arange(query.shape[-1], device=query.device) < 64
         return super().attend(query, key * known, value, mask)
 
 
