@@ -69,6 +69,16 @@ FILES = {
         "fla/ops/gated_delta_rule/naive.py",
         "d1cf17992349fd3e94af999b22e3d3a81be4a2d1881ce5b70a3457257166e0cb",
     ),
+    "slots": File(
+        *FLA,
+        "fla/ops/abc/naive.py",
+        "019deecfd783bf2716de04f066ebfd27893ce8a9dd7d031988b045c8f9b3b0bc",
+    ),
+    "slots layer": File(
+        *FLA,
+        "fla/layers/abc.py",
+        "8f87970c65bfef7e6c6ed1e63053728bae8b799cb45f6a942fe8c4bd80cefa13",
+    ),
     "gated sums": File(
         *FLA,
         "fla/ops/gla/naive.py",
@@ -434,6 +444,36 @@ def gated_deltanet(theirs: Theirs) -> Iterator[Pair]:
         gate = silu(module.gate_proj(hidden)).unflatten(-1, (NUM_HEADS, -1))
         output = module.out_proj((rms_norm(read, module.norm_scale, 1e-5) * gate).flatten(2))
         yield Pair(f"values {factor} x", module(hidden), output, {"x": hidden, **dict(module.named_parameters())})
+
+
+def bounded_memory(theirs: Theirs) -> Iterator[Pair]:
+    """Compare their layer, without what the paper's has not, around both forms that they check their kernels with."""
+    naive = theirs.definitions("slots", "naive_recurrent_abc", "naive_cumsum_abc")
+    names = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj", "s_proj": "control_proj"}
+    names |= {"o_proj": "out_proj"}
+    for form, num_slots, length in (("recurrent", 5, 50), ("cumsum", 64, 130)):
+        function = getattr(naive, f"naive_{form}_abc")
+
+        def chunked(q: Tensor, k: Tensor, v: Tensor, s: Tensor, function: Any = function, **_: Any) -> Any:
+            output, state = function(*(x.transpose(1, 2) for x in (q, k, v, s)))
+            return output.transpose(1, 2), state
+
+        layer = theirs.definitions(
+            "slots layer",
+            "ABCAttention",
+            chunk_abc=chunked,
+            get_layer_cache=lambda *_: None,
+            update_layer_cache=lambda *_, **__: None,
+        ).ABCAttention
+        module = build(build_mixer, "bounded_memory", is_causal=True, num_slots=num_slots, chunk_len=16)
+        plain = {"use_rope": False, "use_output_gate": False, "use_norm": False, "layer_idx": 0}
+        whole = layer(EMBED_DIM, 1.0, 1.0, NUM_HEADS, num_slots=num_slots, **plain)
+        weights = {f"{their}.weight": getattr(module, our).weight for their, our in names.items()}
+        hidden = hidden_states(length)
+        output, _, _ = functional_call(whole, weights, (hidden,))
+        yield Pair(
+            f"{form}, {num_slots} slots", module(hidden), output, {"x": hidden, **dict(module.named_parameters())}
+        )
 
 
 def gated_linear_attention(theirs: Theirs) -> Iterator[Pair]:
@@ -1057,6 +1097,7 @@ def sparse_transformer(theirs: Theirs) -> Iterator[Pair]:
 MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
     compared.__name__: compared
     for compared in (
+        bounded_memory,
         cosformer,
         differential,
         gated_deltanet,
