@@ -1,7 +1,7 @@
 """Attention with bounded-memory control (ABC): what tokens say goes into n slots, and queries attend to the slots.
 
 Peng, Kasai, Pappas, Yogatama, Wu, Kong, Schwartz and Smith 2022, "ABC: Attention with Bounded-memory Control", arXiv
-2110.02488, sections 2 and 4. For each head, with control phi_i of n numbers that token i makes of itself:
+2110.02488, sections 2 to 4. For each head, with control phi_i of n numbers that token i makes of itself:
     phi_i = exp(W_phi x_i),   alpha_i = phi_i / sum_j phi_j, each slot by itself
     K~ = sum_i alpha_i (x) k_i,   V~ = sum_i alpha_i (x) v_i
     out = softmax(q K~^T / sqrt(D)) V~
@@ -246,10 +246,10 @@ def bounded_memory_state_bytes(shape: Shape, itemsize: int) -> int:
         authors="Peng et al.",
         year=2022,
         url="https://arxiv.org/abs/2110.02488",
-        equation="sections 2 and 4",
+        equation="sections 2 to 4",
         code="https://github.com/fla-org/flash-linear-attention",
         deviations=(
-            "Of the paper's controls this is the learned one, ABC with an MLP, whose layer is linear as in the paper.",
+            "Of the paper's controls this is the learned one, with weights of each head's own, as in public code.",
             "Projections have no biases: in the control one would change nothing, as each slot is normalised.",
             "Under a causal mask chunks are put together from halves, in products of matrices.",
             "The code has rotary positions, a bound on the control, and a norm and a gate of the output, all off here.",
