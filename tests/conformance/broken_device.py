@@ -72,6 +72,28 @@ class AsksForAGenerator(Softmax):
         return super().attend(query, key, value, mask)
 
 
+@torch.jit.script
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor + tensor
+
+
+class IsScripted(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return super().attend(query, key, doubled(value) / 2, mask)
+
+
+class IsMapped(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        halved: Tensor = torch.func.vmap(lambda rows: rows / 2)(value)
+        return 2 * super().attend(query, key, halved, mask)
+
+
+class EndsScripted(Softmax):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output: Tensor = doubled(super().attend(query, key, value / 2, mask))
+        return output
+
+
 DEVICE = (
     Broken(cls=MakesATableOnTheCpu, check="device"),
     Broken(cls=KeepsATableUnregistered, check="device"),
@@ -82,4 +104,7 @@ SOUND_DEVICE = (
     Broken(cls=SoundDevice, check="", capabilities={"causal": True, "key_padding_mask": True}),
     Broken(cls=RunsOnACpuOnly, check="", capabilities={"devices": ("cpu",)}),
     Broken(cls=AsksForAGenerator, check=""),
+    Broken(cls=IsScripted, check=""),
+    Broken(cls=IsMapped, check=""),
+    Broken(cls=EndsScripted, check=""),
 )

@@ -2,7 +2,8 @@
 
 A table made with `torch.arange(n)`, or kept in a plain attribute, is on the CPU whatever the input is on. There nobody
 sees it; on a GPU the call raises. So here inputs and weights are tensors of the CPU that name another device. What is
-made on that device, or from what lies there, lies there as well.
+made on that device, or from what lies there, lies there as well. What comes out of code that Python does not see, such
+as a scripted function, may lie anywhere: there the check ends, and blames nobody.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attn_zoo.attention import AbstractAttention, AbstractMixer, BuildContext
 from attn_zoo.conformance.check import Finding, Violation, check, not_applicable, passed
@@ -46,15 +48,23 @@ class _There(Tensor):
     """A tensor of the CPU that is taken for one of `ELSEWHERE`."""
 
 
+class _LostTrack(Exception):  # noqa: N818 - a finding
+    """Nobody knows where a tensor lies."""
+
+
 class _Followed(TorchFunctionMode):
     """Calls torch with what lies on the CPU, and says of its results where they would lie.
+
+    Args:
+        on_cpu: tensors that were seen to be made on the CPU; those that are made so in calls are added.
 
     Attributes:
         waits: places at which Python waits for the device, each with what it does there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: WeakIdKeyDictionary) -> None:
         super().__init__()
+        self.on_cpu = on_cpu
         self.waits: dict[str, None] = {}
 
     def __torch_function__(
@@ -71,6 +81,8 @@ class _Followed(TorchFunctionMode):
         if name == "__get__" and is_any_there and func.__self__ in (Tensor.device, Tensor.is_cpu):
             return ELSEWHERE if func.__self__ is Tensor.device else False
         if is_any_there and name not in _MOVES | _INDEXES and any(tensor.dim() for tensor in here):
+            if not all(tensor in self.on_cpu for tensor in here if tensor.dim()):
+                raise _LostTrack(f"{name.strip('_')} is given a tensor of unknown origin ({_place()})")
             raise Violation(f"{name.strip('_')} {ON_CPU}", _place())
         goes_to = _goes_to(name, args, kwargs)
         is_there = is_any_there if goes_to is None else goes_to == ELSEWHERE
@@ -85,9 +97,15 @@ class _Followed(TorchFunctionMode):
             args, kwargs = _on_cpu((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-        if isinstance(found, Tensor):
-            return _lies(found, is_there=is_there)
-        return tree_map_only(Tensor, lambda tensor: _lies(tensor, is_there=is_there), found) if is_there else found
+        is_known = all(tensor in self.on_cpu for tensor in here)
+
+        def placed(tensor: Tensor) -> Tensor:
+            tensor = _lies(tensor, is_there=is_there)
+            if not is_there and is_known:
+                self.on_cpu[tensor] = None
+            return tensor
+
+        return placed(found) if isinstance(found, Tensor) else tree_map_only(Tensor, placed, found)
 
 
 def _leaves(arguments: Iterable[Any]) -> Iterator[Any]:
@@ -173,7 +191,8 @@ def _device(subject: Subject) -> Finding:
         except (Violation, UnsupportedError):
             raise
         except Exception as error:
-            return not_applicable(f"its calls cannot be followed: {type(error).__name__}: {first_line(error)}")
+            words = "" if isinstance(error, _LostTrack) else f"{type(error).__name__}: "
+            return not_applicable(f"its calls cannot be followed: {words}{first_line(error)}")
     return passed(f"makes Python wait for the GPU: {', '.join(waits)}" if waits else "")
 
 
@@ -181,25 +200,30 @@ def _waits(subject: Subject, build: BuildContext) -> dict[str, None]:
     """Return where calls and steps of one direction wait for the device, but for what the first of a kind prepares."""
     length, found = subject.lengths[-1], dict[str, None]()
     module = _moved(subject.make(build, seq_len=length))
+    on_cpu = WeakIdKeyDictionary()
+    for part in module.modules():
+        on_cpu.update({leaf: None for leaf in _leaves(vars(part).values()) if isinstance(leaf, Tensor)})
     for inputs in subject.calls(build, length):
         there = inputs.map(_there).under(None if inputs.key_padding_mask is None else _there(inputs.key_padding_mask))
         for is_training in (False, True):
             module.train(is_training)
             for _ in range(2):
-                with _Followed() as mode:
+                with _Followed(on_cpu) as mode:
                     output = call(module, there)
                 if not isinstance(output, _There):
+                    if output not in on_cpu:
+                        raise _LostTrack("the output is of unknown origin")
                     raise Violation("the output is on the CPU, wherever the input is", inputs.words())
             found |= mode.waits
     if build.is_causal and subject.capabilities.decode != "none":
-        found |= _waits_of_steps(module.eval(), there)
+        found |= _waits_of_steps(module.eval(), there, on_cpu)
     return found
 
 
 @torch.no_grad()
-def _waits_of_steps(module: Module, inputs: Inputs) -> dict[str, None]:
+def _waits_of_steps(module: Module, inputs: Inputs, on_cpu: WeakIdKeyDictionary) -> dict[str, None]:
     """Return where a step waits for the device, the first excepted, and read the rest at once."""
-    with _Followed() as mode:
+    with _Followed(on_cpu) as mode:
         state = module.init_state(inputs.batch_size, device=ELSEWHERE, dtype=inputs.tensors[0].dtype)
         for position in range(2):
             mode.waits.clear()

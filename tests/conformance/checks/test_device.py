@@ -55,7 +55,14 @@ def test_what_a_repeated_call_waits_for_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("RunsOnACpuOnly", "runs on no GPU"), ("AsksForAGenerator", "its calls cannot be followed")]
+    ("name", "reason"),
+    [
+        ("RunsOnACpuOnly", "runs on no GPU"),
+        ("AsksForAGenerator", "its calls cannot be followed: RuntimeError: "),
+        ("IsScripted", "its calls cannot be followed: matmul is given a tensor of unknown origin (broken.py:"),
+        ("IsMapped", "its calls cannot be followed: matmul is given a tensor of unknown origin (broken.py:"),
+        ("EndsScripted", "its calls cannot be followed: the output is of unknown origin"),
+    ],
 )
 def test_what_is_not_checked_says_why(name: str, reason: str) -> None:
     result = result_of(BY_NAME[name])
