@@ -124,10 +124,10 @@ def causal_slots(
         size *= 2
     count = (length + size - 1) // size
     control = pad(tokens.log_control, (0, 0, 0, count * size - length), value=NO_CONTROL)
-    total = torch.logaddexp(log_control[:, :, None], control.logcumsumexp(2))  # z
-    query, rows, control, total = (
-        split_chunks(x, count, size) for x in (tokens.query, tokens.rows, control, total)
+    query, rows, control = (
+        split_chunks(x, count, size) for x in (tokens.query, tokens.rows, control)
     )  # [B, H, chunks, C, D, 2 D or n]
+    total = _totals(control, log_control)  # z
     end = total[:, :, :, -1:]
     start = torch.cat([log_control[:, :, None, None], end[:, :, :-1]], dim=2)
     before, last = memories((start - end).exp(), rows.mT @ (control - end).exp(), slots)
@@ -149,6 +149,25 @@ def causal_slots(
     return output.flatten(2, 3)[:, :, :length], BoundedMemoryState(
         last, end[:, :, -1, 0].clone()
     )  # a view would keep all of it
+
+
+def _totals(control: Tensor, start: Tensor) -> Tensor:
+    """Return z of every position from log phi, `[B, H, chunks, C, n]`, and z of what came before, `[B, H, n]`.
+
+    Each step adds two numbers, and its gradients are weights up to 1. In the backward of torch's `logcumsumexp` gradients
+    are sums of logarithms as large as the control, and lose the digits that these take.
+    """
+    group = min(8, control.shape[3])
+    rows = list(control.unflatten(3, (-1, group)).unbind(4))  # of a group side by side, [B, H, chunks, C / 8, n]
+    for i in range(1, group):
+        rows[i] = torch.logaddexp(rows[i - 1], rows[i])
+    before = torch.cat([start[:, :, None], rows[-1].flatten(2, 3)[:, :, :-1]], dim=2)
+    step = 1
+    while step < before.shape[2]:
+        before = torch.cat([before[:, :, :step], torch.logaddexp(before[:, :, :-step], before[:, :, step:])], dim=2)
+        step *= 2
+    before = before.unflatten(2, rows[0].shape[2:4])
+    return torch.stack([torch.logaddexp(before, row) for row in rows], dim=4).flatten(3, 4)
 
 
 def _pairs(chunks: Tensor, half: int) -> tuple[Tensor, Tensor]:
