@@ -105,6 +105,23 @@ FILES = {
         "torchscale/component/multiscale_retention.py",
         "bf775683b402f5f806637fca3823ffa80ff1755f92459644123d93b42982be6d",
     ),
+    **{
+        name: File(
+            "HKUNLP/efficient-attention",
+            "531ff5169b56fcec9d0a361125cffb62ab5e8781",
+            f"efficient-attention/efficient_attention/{file}.py",
+            sha256,
+        )
+        for name, file, sha256 in (
+            ("randomized", "lara", "1764cd0310bf35d394b6e7e0aa115b14e7e24ea08a4ff8a55bf855ccdf78da4b"),
+            (
+                "randomized layer",
+                "abstract_attention",
+                "1cc463a26e11d4284b115ef059385b32ff6619c3e23ef73cee062e0c562f8610",
+            ),
+            ("randomized features", "attn_utils", "2d7320cfd7c89ab565530213278d462db99c3de6d62af3180bd7f66094821e39"),
+        )
+    },
     "linformer": File(
         "facebookresearch/fairseq",
         "3d262bb25690e4eb2e7d3c1309b1e9c406ca4b99",
@@ -527,6 +544,54 @@ def _convolved(rows: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor
     return conv1d(pad(rows.mT, (size - 1, 0)), taps.mT[:, None], bias, groups=count).mT
 
 
+def lara(theirs: Theirs) -> Iterator[Pair]:
+    """Compare between their projections and without padding, which is in their landmarks.
+
+    In training theirs are drawn anew: ours are given to them, which are of variance 1 beside a query over D^(1/4).
+    """
+    base = "AbstractAttention", "MultiheadAttention"
+    given: dict[str, Any] = {"np": np, "trunc_normal_": nn.init.trunc_normal_}
+    given["MultiheadAttention"] = theirs.definitions("randomized layer", *base, **given).MultiheadAttention
+    given |= vars(theirs.definitions("randomized features", "FlattenTranspose", "prm_projection"))
+    for proposals, count, length, samples, beta in (
+        ("adaptive-1d", 32, 256, "mean", 1.0),
+        ("adaptive-1d", 32, 203, "mean", 2.0),
+        ("adaptive-1d", 32, 203, "drawn", 1.0),
+        ("adaptive-1d", 32, 20, "mean", 0.0),
+        ("no-param-pool", 16, 200, "mean", 1.0),
+        ("no-param-pool", 64, 200, "drawn", 0.0),
+    ):
+        options: dict[str, Any] = {"num_landmarks": count, "samples": samples, "query_weight": beta}
+        options["landmarks"] = "projected" if proposals == "adaptive-1d" else "pooled"
+        module = build(build_attention, "lara", is_causal=False, **options)
+        query, key, value = heads(length)
+        noise = torch.empty(0) if module.noise is None else module.noise[:, :length] * HEAD_DIM**0.25
+        drawn = {"randn_like": lambda centres, noise=noise: noise.expand_as(centres)}
+        their_torch = SimpleNamespace(**vars(torch) | drawn)
+        code = theirs.definitions("randomized", "LinearRA", **given | {"torch": their_torch})
+        attention = code.LinearRA(
+            num_landmarks=count,
+            proposal_gen=proposals,
+            mis_type="mis-opt" if beta else "mis-bh",
+            alpha_coeff=beta,
+            dim=EMBED_DIM,
+            num_heads=NUM_HEADS,
+        ).train(samples == "drawn")
+        attention.proj = nn.Identity()
+        attention.proj_and_split_heads = partial(_given, (query, key, value))
+        weights = {
+            f"{of[0]}_bar_gen.{at}.{kind}": getattr(getattr(getattr(module, f"{of}_mark"), part), kind)
+            for of in ("query", "key")
+            for at, part in enumerate(("linear", "norm"))
+            for kind in ("weight", "bias")
+            if proposals == "adaptive-1d"
+        }
+        output = functional_call(attention, weights, torch.empty(BATCH_SIZE, length, EMBED_DIM))
+        case = f"{proposals}, {count} landmarks of {length}, {samples}, {beta}"
+        leaves = {"q": query, "k": key, "v": value, **dict(module.named_parameters())}
+        yield Pair(case, module(query, key, value).transpose(1, 2).flatten(2), output, leaves)
+
+
 def linear_attention(theirs: Theirs) -> Iterator[Pair]:
     base = theirs.definitions(
         "feature map", "FeatureMap", "ActivationFunctionFeatureMap", "elu_feature_map", Module=nn.Module
@@ -935,8 +1000,8 @@ def performer(theirs: Theirs) -> Iterator[Pair]:
             yield Pair(case, module(query, key, value), output, {"q": query, "k": key, "v": value})
 
 
-def _given(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tensor
+def _given(result: Any, *_: Any, **__: Any) -> Any:
+    return result
 
 
 def prob_sparse(theirs: Theirs) -> Iterator[Pair]:
@@ -1102,6 +1167,7 @@ MECHANISMS: dict[str, Callable[[Theirs], Iterator[Pair]]] = {
         differential,
         gated_deltanet,
         gated_linear_attention,
+        lara,
         linear_attention,
         linformer,
         long_short,

@@ -111,6 +111,27 @@ class Proposals(NamedTuple):
     empty: Tensor | None
 
 
+class Projection(nn.Module):
+    """LN(W x + b), the same for all heads, in the dtype of x.
+
+    Args:
+        dim: D.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        nn.init.trunc_normal_(self.linear.weight, std=WEIGHT_STD)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight, bias, scale, shift = (
+            x.to(tokens.dtype) for x in (self.linear.weight, self.linear.bias, self.norm.weight, self.norm.bias)
+        )
+        return layer_norm(linear(tokens, weight, bias), scale.shape, scale, shift, self.norm.eps)
+
+
 @register_attention(
     "lara",
     config=LaraConfig,
@@ -174,32 +195,19 @@ class Lara(AbstractAttention):
 
     def __init__(self, config: LaraConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        count, dim = config.num_landmarks, build.head_dim
-        self.marks: nn.ModuleDict | None = None
-        if config.landmarks == "projected":  # for all heads
-            self.marks = nn.ModuleDict()
-            for name in ("query", "key"):
-                projection = nn.Linear(dim, dim)
-                nn.init.trunc_normal_(projection.weight, std=WEIGHT_STD)
-                nn.init.zeros_(projection.bias)
-                self.marks[name] = nn.Sequential(projection, nn.LayerNorm(dim))
+        self.query_mark: nn.Module = nn.Identity()
+        self.key_mark: nn.Module = nn.Identity()
+        if config.landmarks == "projected":
+            self.query_mark, self.key_mark = Projection(build.head_dim), Projection(build.head_dim)
         noise = None
         if config.samples == "drawn":
             generator = torch.Generator().manual_seed(build.seed + 1009 * build.layer_index)
-            noise = torch.randn(build.num_heads, count, dim, generator=generator)
+            noise = torch.randn(build.num_heads, config.num_landmarks, build.head_dim, generator=generator)
         self.register_buffer("noise", noise)  # stored with the weights, which fit no other
-
-    def _projected(self, tokens: Tensor, name: str) -> Tensor:
-        """Return LN(W x + b) of queries or keys, or what is given where they have no weights."""
-        if self.marks is None:
-            return tokens
-        projection, norm = self.marks[name]
-        rows = linear(tokens, projection.weight.to(tokens.dtype), projection.bias.to(tokens.dtype))
-        return layer_norm(rows, norm.normalized_shape, norm.weight.to(rows.dtype), norm.bias.to(rows.dtype), norm.eps)
 
     def _proposals(self, query_marks: Tensor, key_marks: Tensor, empty: Tensor | None) -> Proposals:
         """Return what landmarks `[B, H or G, C, D]` propose."""
-        scale = self.build.head_dim**-0.25
+        scale: float = self.build.head_dim**-0.25
         query_marks, key_marks = query_marks * scale, expand_kv_heads(key_marks, self.build.num_heads) * scale
         samples = centres = query_marks + key_marks
         if self.noise is not None:
@@ -220,14 +228,25 @@ class Lara(AbstractAttention):
             mean = (closeness @ filled.mT) / filled.sum(-1, keepdim=True).clamp(min=1.0)
         return self.config.query_weight * (closeness - mean)
 
-    @in_own_dtype
-    def _estimate(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the output; tensors are in float32 at least, and zero at padding."""
+    def _sums(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what each sample makes of the keys, as two factors.
+
+        Args:
+            query: `[B, H, L, D]`, in float32 at least, and zero at padding.
+            key: `[B, G, L, D]`, likewise.
+            value: likewise.
+            mask: bool `[B, L]`, True = padding, or None.
+
+        Returns:
+            Logarithms of g_nc sum_m xi(k_m, w_c) but for -|q_n|^2 / 2, which cancels, `[B, H, L, C]`, and the values'
+            mean under xi(k_m, w_c), `[B, H, C, D]`.
+        """
         count = min(self.config.num_landmarks, query.shape[2])
         places = None if mask is None else segments(mask, count)
-        marks = (landmarks(self._projected(x, name), count, places) for x, name in ((query, "query"), (key, "key")))
-        proposals = self._proposals(*marks, None if places is None else ~places.any(1))
-        scale = self.build.head_dim**-0.25
+        query_marks = landmarks(self.query_mark(query), count, places)
+        key_marks = landmarks(self.key_mark(key), count, places)
+        proposals = self._proposals(query_marks, key_marks, None if places is None else ~places.any(1))
+        scale: float = self.build.head_dim**-0.25
         query, key = query * scale, expand_kv_heads(key, self.build.num_heads) * scale
         lowest = torch.finfo(query.dtype).min
 
@@ -245,17 +264,23 @@ class Lara(AbstractAttention):
         shares = (own - of_proposals.logsumexp(-1)).exp()[:, :, None]  # [B, H, 1, C]
         if self.config.query_weight:
             shares = shares + self._shares(query, proposals, mask)
-        weights = query @ proposals.samples.mT + (total.squeeze(-1) - own)[:, :, None]  # |q|^2 / 2 cancels
+        weights = query @ proposals.samples.mT + (total.squeeze(-1) - own)[:, :, None]
         weights = weights + shares.clamp(min=LEAST_SHARE).log()
         if proposals.empty is not None:
             weights = weights.masked_fill(proposals.empty[:, None, None, :], lowest)
+        return weights, summaries
+
+    @in_own_dtype
+    def _estimate(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        weights, summaries = self._sums(query, key, value, mask)
         return weights.softmax(-1) @ summaries
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
         note_path("lara")
         wide = torch.promote_types(query.dtype, torch.float32)
-        tensors = (blank_padding(x.to(wide), key_padding_mask) for x in (query, key, value))
-        return self._estimate(*tensors, key_padding_mask).to(query.dtype)
+        given = query, key, value
+        rows, keys, values = (blank_padding(x.to(wide), key_padding_mask) for x in given)
+        return self._estimate(rows, keys, values, key_padding_mask).to(query.dtype)
 
     @in_own_dtype
     def reference(self, query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -266,9 +291,7 @@ class Lara(AbstractAttention):
         padding = query.new_zeros(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
         places = segments(padding, min(self.config.num_landmarks, query.shape[2]))  # [B, L, C]
         shares = places.to(wide) / places.sum(1, keepdim=True).clamp(min=1)
-        query_marks, key_marks = (
-            shares.mT[:, None] @ self._projected(x, name) for x, name in ((query, "query"), (key, "key"))
-        )
+        query_marks, key_marks = (shares.mT[:, None] @ x for x in (self.query_mark(query), self.key_mark(key)))
         empty = ~places.any(1)
         proposals = self._proposals(query_marks, key_marks, empty)
         query, key = (x * self.build.head_dim**-0.25 for x in (query, expand_kv_heads(key, num_heads)))
