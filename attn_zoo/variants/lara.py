@@ -23,7 +23,7 @@ from torch.nn.functional import layer_norm, linear
 from attn_zoo.attention import AbstractAttention, BuildContext
 from attn_zoo.attention.masks import blank_padding, zero_padded_rows
 from attn_zoo.attention.oracle import expand_kv_heads
-from attn_zoo.kernels.compress.compression import compress, pool_windows
+from attn_zoo.kernels.compress.compression import compress
 from attn_zoo.kernels.own_dtype import in_own_dtype
 from attn_zoo.kernels.trace import note_path
 from attn_zoo.metadata import Capabilities, Complexity, Reference, Shape
@@ -253,8 +253,8 @@ class Lara(AbstractAttention):
         of_keys = log_xi(proposals.samples, key)  # [B, H, C, S]
         if mask is not None:
             of_keys = of_keys.masked_fill(mask[:, None, None, :], lowest)
-        total = of_keys.logsumexp(-1, keepdim=True)
-        summaries = (of_keys - total).exp() @ expand_kv_heads(value, self.build.num_heads)  # [B, H, C, D]
+        total = of_keys.logsumexp(-1)  # [B, H, C]
+        summaries = of_keys.softmax(-1) @ expand_kv_heads(value, self.build.num_heads)  # [B, H, C, D]
 
         of_proposals = log_xi(proposals.samples, proposals.centres)  # of p_c' at w_c, [B, H, C, C']
         own = of_proposals.diagonal(dim1=-2, dim2=-1)
@@ -264,7 +264,7 @@ class Lara(AbstractAttention):
         shares = (own - of_proposals.logsumexp(-1)).exp()[:, :, None]  # [B, H, 1, C]
         if self.config.query_weight:
             shares = shares + self._shares(query, proposals, mask)
-        weights = query @ proposals.samples.mT + (total.squeeze(-1) - own)[:, :, None]
+        weights = query @ proposals.samples.mT + (total - own)[:, :, None]
         weights = weights + shares.clamp(min=LEAST_SHARE).log()
         if proposals.empty is not None:
             weights = weights.masked_fill(proposals.empty[:, None, None, :], lowest)
@@ -349,9 +349,10 @@ def landmarks(tokens: Tensor, count: int, places: Tensor | None) -> Tensor:
     if places is not None:
         shares = places.to(tokens.dtype) / places.sum(1, keepdim=True).clamp(min=1)
         return compress(tokens, shares[:, None])
-    width, longer = divmod(tokens.shape[2], count)
+    length = tokens.shape[2]
+    width, longer = length // count, length % count  # the compiler has no divmod of lengths that vary
     shorter = (count - longer) * width
-    parts = [pool_windows(tokens[:, :, :shorter], width)]
-    if longer:
-        parts.append(pool_windows(tokens[:, :, shorter:], width + 1))
-    return torch.cat(parts, dim=2) if longer else parts[0]
+    means: Tensor = tokens[:, :, :shorter].unflatten(2, (count - longer, width)).mean(3)
+    if not longer:
+        return means
+    return torch.cat([means, tokens[:, :, shorter:].unflatten(2, (longer, width + 1)).mean(3)], dim=2)

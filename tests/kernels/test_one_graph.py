@@ -74,7 +74,8 @@ def test_one_graph_with_the_same_numbers(name, is_causal, position: Position, is
     [
         *((name, (128, 200, 256), 1) for name in ("full", "bigbird", "local_window")),
         ("linformer", (200, 256), 2),  # its projections are cut to the length
-        *((name, (200, 240), 1) for name in ("nystrom", "sinkhorn")),  # whole blocks are a graph of their own: seconds
+        # Whole blocks, or segments, are a graph of their own: seconds.
+        *((name, (200, 240), 1) for name in ("lara", "nystrom", "sinkhorn")),
     ],
 )
 def test_lengths_may_vary(name, lengths, num_graphs):
