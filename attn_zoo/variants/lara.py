@@ -8,7 +8,7 @@ Zheng, Wang and Kong 2022, "Linear Complexity Randomized Self-attention Mechanis
     a_nc = p_c(w_c) / sum_c' p_c'(w_c) + beta (t_nc - mean_c t_nc),   t_nc = exp(q_n q_c) / sum_n' exp(q_n' q_c)
 As p_c(w) / p_0(w) = xi(mu_c, w), all of it is xi, whose logarithms are kept until the largest of a sum is known. A
 landmark is the mean of LN(W x + b) over its segment. The paper's N is our L, its sample omega_c our w_c.
-Cost: time O(B H (L D (C + D) + C^2 D)); memory O(B H (L (C + D) + C^2)).
+Cost: time O(B H (L C D + L D^2 + C^2 D)); memory O(B H (L C + L D + C^2)).
 """
 
 from __future__ import annotations
