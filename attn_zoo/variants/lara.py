@@ -172,7 +172,7 @@ class Projection(nn.Module):
         deviations=(
             "Samples are at their means in training too; the authors draw them anew in each call of the training.",
             "Drawn ones are drawn once, for each head and landmark, by the seed, and serve in evaluation too.",
-            "A draw has variance 1 beside q over D^(1/4), as printed; the authors' code adds it to q as it is.",
+            "A draw has variance 1 beside q over D^(1/4), as the estimate needs; the authors' code adds it to q.",
             "t sums over queries, as in the authors' code.",
             "Of their ways to make proposals those for sequences are here: not the grids of pictures, nor mixed ones.",
             "There is one sample of each proposal; their code can also draw two, or one and its mirror image.",
