@@ -154,8 +154,8 @@ def causal_slots(
 def _totals(control: Tensor, start: Tensor) -> Tensor:
     """Return z of every position from log phi, `[B, H, chunks, C, n]`, and z of what came before, `[B, H, n]`.
 
-    Each step adds two numbers, and its gradients are weights up to 1. In the backward of torch's `logcumsumexp` gradients
-    are sums of logarithms as large as the control, and lose the digits that these take.
+    Each step adds two numbers, and its gradients are weights of at most 1. The backward of torch's `logcumsumexp` is in
+    logarithms as large as the control: it loses the digits that these take.
     """
     group = min(8, control.shape[3])
     rows = list(control.unflatten(3, (-1, group)).unbind(4))  # of a group side by side, [B, H, chunks, C / 8, n]
