@@ -35,7 +35,7 @@ COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#6a3d9a"),
     *("#b2182b", "#8a8d0f", "#1b7f8c", "#f781bf"),  # further apart than a second round with other dashes
     *("#5fa81e", "#2f5d23", "#a21f86", "#bf8f63"),
-    *("#3344e6", "#aa66ff", "#f08490", "#fc00e4", "#fc0078", "#480000", "#90a884", "#0000fc", "#3c3000"),
+    *("#3344e6", "#aa66ff", "#f08490", "#fc00e4", "#fc0078", "#480000", "#90a884", "#0000fc", "#3c3000", "#fc2430"),
 )
 """Okabe and Ito's set without black (exact baselines have it) and yellow (too pale on white), with brown and violet."""
 
@@ -75,13 +75,14 @@ DARK: Mapping[str, str] = {
     "#90a884": "#00fc00",
     "#0000fc": "#606cfc",
     "#3c3000": "#fcfc24",
+    "#fc2430": "#fc0048",
 }
 """What a dark screen shows instead: the same hue, light enough for a dark page."""
 
 FONTS = "DejaVu Sans, Verdana, sans-serif"
 """Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
 
-_SALT, _LATER_SALTS = 268063432, (3745, 137, 755, 1386, 1359, 516, 578, 938, 1013)
+_SALT, _LATER_SALTS = 268063432, (3745, 137, 755, 1386, 1359, 516, 578, 938, 1013, 491)
 """Found by search: they give mechanisms that are drawn together colours of their own.
 
 A colour that came later has a salt by which it takes one label of as many as there are colours with it. The others keep
