@@ -298,8 +298,8 @@ class Lara(AbstractAttention):
         samples, lowest = proposals.samples, torch.finfo(wide).min
 
         log_base = -samples.square().sum(-1) / 2  # of p_0, [B, H, C]
-        away = samples[:, :, :, None] - proposals.centres[:, :, None]  # [B, H, C, C', D]
-        log_densities = -away.square().sum(-1) / 2
+        away = torch.cdist(samples, proposals.centres, compute_mode="donot_use_mm_for_euclid_dist")  # [B, H, C, C']
+        log_densities = -away.square() / 2
         own = log_densities.diagonal(dim1=-2, dim2=-1)
         is_own = torch.eye(own.shape[-1], dtype=torch.bool, device=own.device)
         log_densities = log_densities.masked_fill(empty[:, None, None, :] & ~is_own, lowest)
