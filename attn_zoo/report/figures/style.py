@@ -82,7 +82,7 @@ DARK: Mapping[str, str] = {
 FONTS = "DejaVu Sans, Verdana, sans-serif"
 """Of the words in an SVG: the font that they are laid out in, one of the same widths, any that is narrower."""
 
-_SALT, _LATER_SALTS = 268063432, (3745, 137, 755, 1386, 1359, 516, 578, 938, 1013, 491)
+_SALT, _LATER_SALTS = 268063432, (3745, 137, 755, 1386, 1359, 516, 578, 938, 1013, 3867)
 """Found by search: they give mechanisms that are drawn together colours of their own.
 
 A colour that came later has a salt by which it takes one label of as many as there are colours with it. The others keep
